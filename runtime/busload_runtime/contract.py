@@ -1,0 +1,206 @@
+"""What a runtime pod and the operator agree on: the limits document and the metric names.
+
+Standard library only: the operator imports this module without the runtime's dependencies, and the simulator without
+either. Everything else of the runtime is private to it.
+"""
+
+import json
+from dataclasses import dataclass, fields
+from typing import Any
+
+# The limits document is one JSON file (key of a mounted ConfigMap):
+#   {"generation": 3,
+#    "default": {"maxSequenceLength": 2048, "batchSize": 8, "kvCachePercent": 90, "tokenBudget": 512,
+#                "maxQueuedRequests": 256, "maxQueuedTokens": 262144},
+#    "trial": {"pod": "chat-7c9f-abcde", "limits": {...the same six...}}}          # only while a change is on trial
+LIMITS_KEY = "limits.json"
+LIMITS_GENERATION_ANNOTATION = "busload.dev/limits-generation"
+
+
+class LimitsError(ValueError):
+    """A limits document that cannot be used; the message names the field, its value and what is allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The hot limits of one runtime pod. All of them change between two engine steps, without losing a request."""
+
+    max_sequence_length: int
+    """Prompt plus output tokens of one request."""
+    batch_size: int
+    """Requests that run in one step (the batch limit)."""
+    kv_cache_percent: int
+    """Share of the memory left after weights and activations that the KV cache may use, 1-100."""
+    token_budget: int
+    """Tokens computed in one step, decodes and prefill chunks together. At least `batch_size`."""
+    max_queued_requests: int
+    """Requests that may wait; one more is refused with 429."""
+    max_queued_tokens: int
+    """Prompt tokens that may wait; more are refused with 429."""
+
+    def to_json(self) -> dict[str, int]:
+        return {_camel(f.name): getattr(self, f.name) for f in fields(self)}
+
+
+_RANGES: dict[str, tuple[int, int]] = {
+    "max_sequence_length": (16, 16_777_216),
+    "batch_size": (1, 4096),
+    "kv_cache_percent": (1, 100),
+    "token_budget": (16, 1_048_576),
+    "max_queued_requests": (0, 1_000_000),
+    "max_queued_tokens": (0, 2_000_000_000),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsDocument:
+    """A parsed limits document."""
+
+    generation: int
+    default: Limits
+    trial_pod: str | None = None
+    trial: Limits | None = None
+
+    def for_pod(self, pod: str) -> Limits:
+        """The limits that apply to the pod of this name."""
+        return self.trial if self.trial is not None and pod == self.trial_pod else self.default
+
+    def to_json(self) -> str:
+        """The document as text, stable for equal content."""
+        body: dict[str, Any] = {"generation": self.generation, "default": self.default.to_json()}
+        if self.trial is not None:
+            body["trial"] = {"pod": self.trial_pod, "limits": self.trial.to_json()}
+        return json.dumps(body, sort_keys=True)
+
+
+def parse_limits(text: str) -> LimitsDocument:
+    """Parses a limits document. Raises `LimitsError` naming the field, the value and what is allowed."""
+    try:
+        body = json.loads(text)
+    except ValueError as error:
+        raise LimitsError(f"limits document is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise LimitsError(f"limits document must be an object, got {type(body).__name__}")
+    _known(body, {"generation", "default", "trial"}, "limits document")
+    generation = _integer(body.get("generation"), "generation", 0, 2**53)
+    default = _limits(body.get("default"), "default")
+    trial = body.get("trial")
+    if trial is None:
+        return LimitsDocument(generation, default)
+    if not isinstance(trial, dict):
+        raise LimitsError(f"trial must be an object with pod and limits, got {trial!r}")
+    _known(trial, {"pod", "limits"}, "trial")
+    pod = trial.get("pod")
+    if not isinstance(pod, str) or not pod:
+        raise LimitsError(f"trial.pod must be the name of a pod, got {pod!r}")
+    return LimitsDocument(generation, default, pod, _limits(trial.get("limits"), "trial.limits"))
+
+
+def _limits(body: Any, where: str) -> Limits:
+    if not isinstance(body, dict):
+        raise LimitsError(f"{where} must be an object with {', '.join(map(_camel, _RANGES))}, got {body!r}")
+    _known(body, set(map(_camel, _RANGES)), where)
+    values = {n: _integer(body.get(_camel(n)), f"{where}.{_camel(n)}", *r) for n, r in _RANGES.items()}
+    limits = Limits(**values)
+    if limits.token_budget < limits.batch_size:
+        raise LimitsError(
+            f"{where}.tokenBudget {limits.token_budget} is below {where}.batchSize {limits.batch_size}: "
+            "each running request needs one token per step; raise tokenBudget or lower batchSize"
+        )
+    return limits
+
+
+def _integer(value: Any, where: str, low: int, high: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise LimitsError(f"{where} must be an integer from {low} to {high}, got {value!r}")
+    return value
+
+
+def _known(body: dict[str, Any], allowed: set[str], where: str) -> None:
+    if unknown := sorted(set(body) - allowed):
+        raise LimitsError(f"unknown field {unknown[0]!r} in {where}; allowed: {', '.join(sorted(allowed))}")
+
+
+def _camel(name: str) -> str:
+    head, *tail = name.split("_")
+    return head + "".join(word.capitalize() for word in tail)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One exported metric family. `kind` is counter, gauge or histogram; counters are named with `_total`."""
+
+    name: str
+    kind: str
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+_SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+REFUSAL_REASONS = ("invalid", "too_long", "queue_full", "draining")
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+# The first five are what gateways read, in vLLM's spelling. All are present, as 0, from the first scrape.
+METRICS: tuple[Metric, ...] = (
+    Metric("vllm:num_requests_waiting", "gauge", "Requests that wait for a place in the batch.", ("model_name",)),
+    Metric("vllm:num_requests_running", "gauge", "Requests in the running batch.", ("model_name",)),
+    Metric("vllm:kv_cache_usage_perc", "gauge", "KV blocks in use by requests, 0 to 1.", ("model_name",)),
+    Metric(
+        "vllm:cache_config_info",
+        "gauge",
+        "KV cache geometry; always 1.",
+        ("model_name", "block_size", "num_gpu_blocks"),
+    ),
+    Metric(
+        "vllm:lora_requests_info",
+        "gauge",
+        "Adapters in use (none are supported); the value is the time of the snapshot.",
+        ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+    ),
+    # Work, as counters a fit can use. Step sums and the busy time belong to the same finished steps.
+    Metric("busload_engine_steps_total", "counter", "Finished engine steps."),
+    Metric("busload_engine_busy_seconds_total", "counter", "Seconds spent inside engine steps."),
+    Metric("busload_step_batch_total", "counter", "Sum over steps of decoding requests in the step."),
+    Metric("busload_step_kv_tokens_total", "counter", "Sum over steps of KV tokens read by attention in the step."),
+    Metric("busload_step_prefill_tokens_total", "counter", "Prompt tokens computed (recomputation included)."),
+    Metric("busload_generated_tokens_total", "counter", "Tokens sampled."),
+    Metric("busload_requests_arrived_total", "counter", "Requests admitted to the queue."),
+    Metric("busload_prompt_tokens_arrived_total", "counter", "Prompt tokens of admitted requests."),
+    Metric("busload_requests_refused_total", "counter", "Requests refused before the queue.", ("reason",)),
+    Metric("busload_requests_finished_total", "counter", "Requests ended, by finish reason.", ("reason",)),
+    Metric("busload_preemptions_total", "counter", "Requests preempted (recomputed later)."),
+    Metric("busload_prefix_cache_queried_tokens_total", "counter", "Prompt tokens looked up in the prefix cache."),
+    Metric("busload_prefix_cache_hit_tokens_total", "counter", "Prompt tokens found in the prefix cache."),
+    Metric("busload_bytes_moved_total", "counter", "Weight and KV bytes read and written by engine steps."),
+    # Time integrals on the engine's own clock: a difference over a difference of the clock is a true mean.
+    Metric("busload_engine_clock_seconds", "gauge", "Engine clock (monotonic) at which this snapshot was taken."),
+    Metric("busload_batch_seconds_total", "counter", "Time integral of running requests, in request seconds."),
+    Metric("busload_queue_seconds_total", "counter", "Time integral of waiting requests, in request seconds."),
+    Metric("busload_kv_token_seconds_total", "counter", "Time integral of KV tokens held by requests."),
+    # Levels.
+    Metric("busload_queued_prompt_tokens", "gauge", "Prompt tokens of waiting requests that are not computed yet."),
+    Metric("busload_kv_blocks", "gauge", "KV blocks in the pool."),
+    Metric("busload_kv_blocks_free", "gauge", "KV blocks that no request uses (cached blocks count as free)."),
+    Metric("busload_kv_block_size_tokens", "gauge", "Tokens per KV block."),
+    Metric("busload_kv_bytes_per_token", "gauge", "Bytes of KV cache per token."),
+    Metric("busload_memory_budget_bytes", "gauge", "Memory the runtime may use in all."),
+    Metric("busload_weight_bytes", "gauge", "Bytes of weights read by one step."),
+    Metric("busload_copy_bandwidth_bytes_per_second", "gauge", "Copy bandwidth measured at start."),
+    # Limits.
+    Metric("busload_limits_generation", "gauge", "Generation of the limits document that is applied."),
+    Metric("busload_limits_errors_total", "counter", "Limits documents refused (malformed or impossible)."),
+    Metric("busload_limit_max_sequence_length", "gauge", "Applied maxSequenceLength."),
+    Metric("busload_limit_batch_size", "gauge", "Applied batchSize."),
+    Metric("busload_limit_kv_cache_percent", "gauge", "Applied kvCachePercent."),
+    Metric("busload_limit_token_budget", "gauge", "Applied tokenBudget."),
+    Metric("busload_limit_queued_requests", "gauge", "Applied maxQueuedRequests."),
+    Metric("busload_limit_queued_tokens", "gauge", "Applied maxQueuedTokens."),
+    # What clients feel. TTFT starts at arrival, before tokenising.
+    Metric("busload_time_to_first_token_seconds", "histogram", "Arrival to first token.", (), _SECONDS),
+    Metric("busload_inter_token_latency_seconds", "histogram", "Time between two tokens of a request.", (), _SECONDS),
+    Metric("busload_queue_wait_seconds", "histogram", "Arrival to first time in the batch.", (), _SECONDS),
+    Metric("busload_prompt_length_tokens", "histogram", "Prompt lengths of admitted requests.", (), _TOKENS),
+    Metric("busload_output_length_tokens", "histogram", "Output lengths of finished requests.", (), _TOKENS),
+)

@@ -1,0 +1,120 @@
+"""Messages between the HTTP process and the engine process, as msgpack over a ZeroMQ PAIR on a Unix socket."""
+
+import msgspec
+
+
+class Submit(msgspec.Struct, tag=True, frozen=True):
+    """A request for the queue. The HTTP process has checked it: token ids in range, length within the known limits."""
+
+    request_id: int
+    tokens: list[int]
+    max_tokens: int
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: list[int] = []
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+
+class Abort(msgspec.Struct, tag=True, frozen=True):
+    """The client is gone or a stop text was found: end the request; unknown ids are ignored. No reply."""
+
+    request_id: int
+
+
+class ApplyLimits(msgspec.Struct, tag=True, frozen=True):
+    """Apply these limits between two steps. Answered by `LimitsApplied` or `LimitsRefused`."""
+
+    generation: int
+    max_sequence_length: int
+    batch_size: int
+    kv_cache_percent: int
+    token_budget: int
+    max_queued_requests: int
+    max_queued_tokens: int
+
+
+ToEngine = Submit | Abort | ApplyLimits
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """Sent once, after the model is loaded, the pool exists and one real token was produced."""
+
+    context_length: int
+    vocab_size: int
+    block_size: int
+    bytes_per_block: int
+    weight_bytes: int
+    memory_budget_bytes: int
+    copy_bandwidth: float
+    load_seconds: float
+
+
+class TokenOut(msgspec.Struct, frozen=True, array_like=True):
+    """One token of one request, or its end."""
+
+    request_id: int
+    token: int | None
+    """None: the request ended without a further token (refused by the engine, or failed)."""
+    finish_reason: str | None = None
+    """stop, length or error; None while it goes on."""
+    cached_tokens: int = 0
+    """Prompt tokens taken from the prefix cache (set on the first token)."""
+    queue_seconds: float = 0.0
+    """Time from submission to the first step that computed it (set on the first token)."""
+    error: str | None = None
+
+
+class Tokens(msgspec.Struct, tag=True, frozen=True):
+    """What one step produced."""
+
+    tokens: list[TokenOut]
+
+
+class Stats(msgspec.Struct, tag=True, frozen=True):
+    """Counters since start and levels now; sent after steps (at most ten a second), on idle, and at least each second.
+
+    A growing `steps` while work waits is the proof of life.
+    """
+
+    clock: float
+    steps: int
+    busy_seconds: float
+    step_batch: int
+    step_kv_tokens: int
+    step_prefill_tokens: int
+    generated_tokens: int
+    preemptions: int
+    prefix_queried_tokens: int
+    prefix_hit_tokens: int
+    bytes_moved: int
+    batch_seconds: float
+    queue_seconds: float
+    kv_token_seconds: float
+    running: int
+    waiting: int
+    queued_prompt_tokens: int
+    kv_blocks: int
+    kv_blocks_free: int
+
+
+class LimitsApplied(msgspec.Struct, tag=True, frozen=True):
+    generation: int
+
+
+class LimitsRefused(msgspec.Struct, tag=True, frozen=True):
+    """The document was well formed but cannot be run (for example a pool that cannot hold one sequence)."""
+
+    generation: int
+    reason: str
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """The engine cannot go on (or could not start); it exits after this message. One clear line."""
+
+    error: str
+
+
+FromEngine = Ready | Tokens | Stats | LimitsApplied | LimitsRefused | Failed
