@@ -1,0 +1,50 @@
+# busload: `make demo` shows it, `make test` proves it, `make help` lists the rest.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+CLUSTER ?= embedded
+REGISTRY ?=
+export CLUSTER REGISTRY
+
+.PHONY: help
+help: ## This list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+	@echo; echo "  CLUSTER=current   demo on the cluster of your current kubeconfig (default: an embedded one of its own)"
+	@echo "  REGISTRY=host/path  with CLUSTER=current: where to push the images when the cluster cannot load them"
+
+.PHONY: demo demo-down
+demo: ## From an empty machine to a tuned, answering InferenceService (root, Python >= 3.11, Go)
+	@$(PYTHON) -m e2e.setup demo
+	@$(PY) -m e2e.demo up
+demo-down: ## Removes all that `make demo` brought up
+	@$(PYTHON) -m e2e.setup down
+
+.PHONY: setup
+setup: ## Virtual environment with everything the tests need
+	@$(PYTHON) -m e2e.setup test
+
+.PHONY: test test-unit e2e lint
+test: lint test-unit e2e ## Everything: lint, types, unit tests, end-to-end on the embedded cluster
+test-unit: setup ## Unit and property tests (no cluster)
+	$(PY) -m pytest tests
+e2e: setup ## End-to-end tests on the embedded cluster (root, Go)
+	$(PY) -m pytest e2e
+lint: setup ## ruff and strict types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+.PHONY: bench
+bench: setup ## Continuous against static batching, side by side
+	$(PY) -m e2e.bench.static_batching
+
+.PHONY: crds
+crds: ## Regenerates crds/ from the pydantic models
+	$(VENV)/bin/busload crd --write
+
+.PHONY: clean
+clean: ## Removes what builds left in the tree (never caches or clusters)
+	rm -rf dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis e2e/out
