@@ -2,21 +2,22 @@
 
     python -m e2e.load --url http://127.0.0.1:8000/v1 --requests 32 --concurrency 32 --max-tokens 96
 
-Prints one JSON object (see `Report`). A request that fails (refused, cut, malformed) is an error in the report, never an
-exception: the caller decides what a failure means. All loops are bounded by --requests or --seconds.
+Prints one JSON object (see `Report`). A request that fails (refused, cut, malformed) is an error in the report, never
+an exception: the caller decides what a failure means. All loops are bounded by --requests or --seconds.
 """
 
 import argparse
 import asyncio
 import json
 import random
+import signal
 import sys
 import time
 from dataclasses import asdict, dataclass, field
 
 import aiohttp
 
-WORDS = "river stone quick lamp garden paper cloud seven music harbor winter copper silent orange bridge".split()
+WORDS = ("river", "stone", "quick", "lamp", "garden", "paper", "cloud", "seven", "music", "harbor", "winter", "orange")
 
 
 @dataclass
@@ -113,19 +114,21 @@ async def run(
     prompt_words: int,
     seconds: float,
     seed: int,
-    fresh_connections: bool,
+    connections: str,
 ) -> Report:
-    """Closed loop: `concurrency` clients, until `requests` are sent or `seconds` have passed."""
+    """Closed loop: `concurrency` clients, until `requests` are sent, `seconds` have passed or SIGTERM says enough."""
     rng = random.Random(seed)
     outcomes: list[Outcome] = []
     left = requests
     deadline = time.monotonic() + seconds
-    connector = aiohttp.TCPConnector(limit=0, force_close=fresh_connections)
+    enough = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, enough.set)
+    connector = aiohttp.TCPConnector(limit=0, force_close=connections == "fresh")
     timeout = aiohttp.ClientTimeout(total=seconds + 300, sock_connect=10)
 
     async def client() -> None:
         nonlocal left
-        while left > 0 and time.monotonic() < deadline:
+        while left > 0 and time.monotonic() < deadline and not enough.is_set():
             left -= 1
             prompt = " ".join(rng.choice(WORDS) for _ in range(prompt_words)) + f" {rng.randrange(10**9)}"
             body: dict[str, object] = {
@@ -154,7 +157,12 @@ def main() -> int:
     parser.add_argument("--prompt-words", type=int, default=16, help="length of the random prompt (default 16)")
     parser.add_argument("--seconds", type=float, default=600, help="send no new request after this (default 600)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the prompts (default 0)")
-    parser.add_argument("--fresh-connections", action="store_true", help="a connection per request instead of keep-alive")
+    parser.add_argument(
+        "--connections",
+        choices=["keep-alive", "fresh"],
+        default="keep-alive",
+        help="reuse connections as clients do, or open one per request (default keep-alive)",
+    )
     args = parser.parse_args()
     report = asyncio.run(run(**vars(args)))
     print(report.to_json())

@@ -1,0 +1,195 @@
+"""The demo behind `make demo`: cluster, images, operator, one service, a question, a burst, and what the operator did.
+
+    python -m e2e.demo up      (after `python3 -m e2e.setup demo`)
+    python -m e2e.demo down    (removes it from the current context's cluster)
+
+CLUSTER=embedded (default) makes a cluster of its own; CLUSTER=current uses the current kubeconfig. Leaves
+e2e/out/demo.json with `answer`, `decisions` and `seconds`.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+from e2e import access
+from e2e.access import ROOT, Cluster, wait_for
+from e2e.load import Report, from_json
+from e2e.steps import OUT, Steps, say
+
+NAMESPACE = "default"
+NAME = "chat"
+QUESTION = "What is the capital of France, and why do people visit it? Answer in two sentences."
+BURST = 32
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["up", "down"])
+    what = parser.parse_args().what
+    kind = os.environ.get("CLUSTER", "embedded")
+    if kind not in ("embedded", "current"):
+        sys.exit(f"error: CLUSTER is {kind!r}; allowed: embedded (default), current")
+    return up(kind) if what == "up" else down(kind)
+
+
+def up(kind: str) -> int:
+    steps = Steps("demo", fresh=False)
+    cluster = prepare_embedded(steps) if kind == "embedded" else prepare_current(steps)
+    with steps.step("operator", "Installing CRD, RBAC and operator"):
+        install(cluster)
+    with steps.step("service", f"Applying docs/examples/chat.yaml and waiting for InferenceService {NAME} to be Ready"):
+        cluster.kubectl("apply", "-n", NAMESPACE, "-f", str(ROOT / "docs/examples/chat.yaml"))
+        wait_ready(cluster)
+    with steps.step("answer", f"Asking the model: {QUESTION}"):
+        answer = ask(cluster)
+    with steps.step("burst", f"Sending {BURST} requests at once and watching the operator"):
+        report, decisions = burst(cluster)
+    explain(report, decisions)
+    OUT.mkdir(exist_ok=True)
+    result = {"answer": answer, "decisions": decisions, "seconds": {**steps.seconds, "total": steps.total}}
+    (OUT / "demo.json").write_text(json.dumps(result, indent=2) + "\n")
+    say(f"Done in {steps.total:.0f} s; e2e/out/demo.json holds answer, decisions and seconds.")
+    hints(cluster, kind)
+    return 0
+
+
+def prepare_embedded(steps: Steps) -> Cluster:
+    run = [sys.executable, "-m", "e2e.cluster"]
+    with steps.step("programs", "Cluster programs (built from source the first time: 7 to 8 minutes, then cached)"):
+        subprocess.run([*run, "build", "kubeone", "coredns"], cwd=ROOT, check=True)
+    with steps.step("cluster", "Embedded cluster, in its own network namespace"):
+        subprocess.run([*run, "up"], cwd=ROOT, check=True)
+    with steps.step("images", "Runtime and operator images"):
+        subprocess.run([sys.executable, "-m", "e2e.images", "build", "--load", "embedded"], cwd=ROOT, check=True)
+    return access.embedded()
+
+
+def prepare_current(steps: Steps) -> Cluster:
+    cluster = access.current()
+    context = cluster.kubectl("config", "current-context").strip()
+    say(f"Using the cluster of your current context, {context!r}")
+    with steps.step("images", "Runtime and operator images"):
+        subprocess.run([sys.executable, "-m", "e2e.images", "build", "--load", "current"], cwd=ROOT, check=True)
+    return cluster
+
+
+def manifests() -> str:
+    """charts/install.yaml, with the images where REGISTRY= says they were pushed."""
+    text = (ROOT / "charts/install.yaml").read_text()
+    registry = os.environ.get("REGISTRY", "").rstrip("/")
+    return text.replace("localhost/", f"{registry}/") if registry else text
+
+
+def install(cluster: Cluster) -> None:
+    cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=manifests())
+    cluster.kubectl("wait", "--for=condition=Established", "crd/inferenceservices.busload.dev", "--timeout=60s")
+    namespace = ("-n", "busload-system")
+    # The images are rebuilt under one tag: a running operator has to be told.
+    cluster.kubectl("rollout", "restart", "deployment/busload-operator", *namespace)
+    cluster.kubectl("rollout", "status", "deployment/busload-operator", "--timeout=180s", *namespace, timeout=200)
+
+
+def wait_ready(cluster: Cluster) -> None:
+    def ready() -> bool:
+        service = cluster.get("inferenceservice", NAME, "-n", NAMESPACE)
+        return bool(access.condition(service, "Ready")["status"] == "True")
+
+    wait_for(ready, 240, f"InferenceService {NAME} Ready")
+    print(cluster.kubectl("get", "inferenceservices", "-n", NAMESPACE), flush=True)
+
+
+def ask(cluster: Cluster) -> str:
+    with cluster.reach(NAMESPACE, NAME) as (url, prefix):
+        program = cluster.program(prefix, "e2e.ask", "--url", f"{url}/v1", "--model", NAME, QUESTION)
+        assert program.stdout is not None
+        assert program.stderr is not None
+        answer = ""
+        print("    ", end="")
+        while piece := program.stdout.read(8):
+            print(piece, end="", flush=True)
+            answer += piece
+        if program.wait(timeout=120) != 0:
+            raise SystemExit(f"error: the question failed: {program.stderr.read()}")
+        return answer.strip()
+
+
+def burst(cluster: Cluster) -> tuple[Report, list[dict[str, Any]]]:
+    """Sends the burst while printing `kubectl get -w`, until a decision has an outcome and the burst has ended."""
+    first = max((d["id"] for d in decisions_of(cluster)), default=-1)
+    watch = cluster.popen("get", "inferenceservices", NAME, "-n", NAMESPACE, "-w")
+    printer = threading.Thread(target=lambda: [print(f"    {line}", end="", flush=True) for line in watch.stdout or ()])
+    printer.start()
+    try:
+        with cluster.reach(NAMESPACE, NAME) as (url, prefix):
+            load = ["--url", f"{url}/v1", "--model", NAME, "--requests", str(BURST), "--concurrency", str(BURST)]
+            program = cluster.program(prefix, "e2e.load", *load, "--max-tokens", "128")
+
+            def acted() -> list[dict[str, Any]]:
+                new = [d for d in decisions_of(cluster) if d["id"] > first]
+                settled = [d for d in new if d["outcome"]["verdict"] != "Pending"]
+                return new if settled or (new and program.poll() is not None) else []
+
+            decisions: list[dict[str, Any]] = wait_for(acted, 240, "a tuning decision with its outcome", every=2)
+            output, errors = program.communicate(timeout=600)
+    finally:
+        time.sleep(3)
+        watch.terminate()
+        printer.join(timeout=10)
+    if program.returncode != 0 or not output:
+        raise SystemExit(f"error: the load client failed: {errors}")
+    decisions = [d for d in decisions_of(cluster) if d["id"] > first] or decisions
+    return from_json(output), decisions
+
+
+def decisions_of(cluster: Cluster) -> list[dict[str, Any]]:
+    status = cluster.get("inferenceservice", NAME, "-n", NAMESPACE).get("status", {})
+    decisions: list[dict[str, Any]] = status.get("decisions", [])
+    return decisions
+
+
+def explain(report: Report, decisions: list[dict[str, Any]]) -> None:
+    total = sum(o.completion_tokens for o in report.outcomes)
+    seconds = max(o.end for o in report.outcomes) - min(o.start for o in report.outcomes)
+    rate = total / seconds
+    say(f"The burst: {len(report.outcomes)} requests, {len(report.errors)} failed, {total} tokens, {rate:.0f} tokens/s")
+    for decision in reversed(decisions):
+        print(
+            f"    {decision['time']}  {decision['knob']} {decision['from']} -> {decision['to']}: {decision['reason']}"
+        )
+        print(f"      {decision['message']}")
+        print("      inputs:     " + ", ".join(f"{i['name']}={i['value']}" for i in decision["inputs"]))
+        print("      prediction: " + ", ".join(f"{k}={v}" for k, v in decision.get("prediction", {}).items()))
+        print("      outcome:    " + ", ".join(f"{k}={v}" for k, v in decision.get("outcome", {}).items()))
+
+
+def hints(cluster: Cluster, kind: str) -> None:
+    if kind == "embedded":
+        print(f"    export KUBECONFIG={cluster.environment['KUBECONFIG']}")
+    print(f"    {cluster.kubectl_path} get inferenceservices        # READY, BATCH, KV, WAIT, BOTTLENECK")
+    print(f"    {cluster.kubectl_path} describe inferenceservice {NAME}   # observed, tuned, decisions")
+    print("    make demo-down" + (" CLUSTER=current" if kind == "current" else "") + "      # removes all of it")
+
+
+def down(kind: str) -> int:
+    if kind != "current":
+        sys.exit("error: the embedded cluster is removed by `make demo-down`")
+    cluster = access.current()
+    example = str(ROOT / "docs/examples/chat.yaml")
+    cluster.kubectl("delete", "-n", NAMESPACE, "-f", example, "--ignore-not-found", check=False)
+    cluster.kubectl("delete", "-f", "-", "--ignore-not-found", stdin=manifests())
+    say("removed service, operator, RBAC and CRD from the current cluster")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except access.NotReached as error:
+        sys.exit(f"error: {error}")
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"error: `{' '.join(map(str, error.cmd))}` ended with {error.returncode}\n{error.stderr or ''}")

@@ -1,0 +1,150 @@
+"""A service's life on a real cluster: apply, answer, change, crash, operator restart, delete."""
+
+import json
+import time
+from typing import Any
+
+from e2e import services
+from e2e.access import Cluster, condition, wait_for
+
+CHILDREN = "serviceaccounts,configmaps,deployments.apps,services,pods"
+
+
+def children(cluster: Cluster, namespace: str, name: str) -> list[str]:
+    selector = f"busload.dev/inferenceservice={name}"
+    items = cluster.get(CHILDREN, "-n", namespace, "-l", selector)["items"]
+    return sorted(f"{item['kind']}/{item['metadata']['name']}" for item in items)
+
+
+def test_apply_answers_changes_and_goes(operator: Cluster, namespace: str) -> None:
+    services.apply(operator, namespace, services.manifest("chat"))
+    service = services.wait_ready(operator, namespace, "chat")
+    kinds = {child.split("/")[0] for child in children(operator, namespace, "chat")}
+    assert kinds == {"ServiceAccount", "ConfigMap", "Deployment", "Service", "Pod"}
+    assert not service["metadata"].get("finalizers"), "deletion must not need the operator"
+    assert service["status"]["tuned"]["batchSize"] == 4
+
+    with operator.reach(namespace, "chat") as (url, prefix):
+        ask = operator.program(
+            prefix, "e2e.ask", "--url", f"{url}/v1", "--model", "chat", "What is the capital of France?"
+        )
+        answer, errors = ask.communicate(timeout=120)
+    assert ask.returncode == 0, errors
+    assert "Paris" in answer
+
+    row = operator.kubectl("get", "inferenceservices", "-n", namespace).splitlines()
+    assert row[0].split() == ["NAME", "READY", "MODEL", "REPLICAS", "BATCH", "KV", "WAIT", "BOTTLENECK", "AGE"]
+    assert row[1].split()[:4] == ["chat", "True", "smollm2-135m-instruct", "1"]
+
+    before = {pod["metadata"]["name"] for pod in services.pods(operator, namespace, "chat")}
+    bounds = {"maxSequenceLength": {"min": 512, "max": 768}, "batchSize": {"initial": 4, "min": 1, "max": 2}}
+    changed = services.manifest("chat")
+    changed["spec"]["bounds"].update(bounds)
+    changed["spec"]["bounds"]["batchSize"]["initial"] = 2
+    services.apply(operator, namespace, changed)
+
+    def clamped() -> bool:
+        tuned = services.get(operator, namespace, "chat")["status"]["tuned"]
+        return bool(tuned["batchSize"] == 2 and tuned["maxSequenceLength"] == 768)
+
+    wait_for(clamped, 30, "tuned values inside the new bounds")
+    wait_for(lambda: applied(operator, namespace, "busload_limit_batch_size") == 2, 30, "the pod runs batchSize 2")
+    assert {pod["metadata"]["name"] for pod in services.pods(operator, namespace, "chat")} == before, "no pod restarted"
+
+    operator.kubectl("delete", "inferenceservice", "chat", "-n", namespace, "--wait")
+    wait_for(lambda: not children(operator, namespace, "chat"), 90, "all children gone")
+
+
+def applied(cluster: Cluster, namespace: str, metric: str) -> float | None:
+    """A metric's value as the service's pod exports it now."""
+    with cluster.reach(namespace, "chat") as (url, prefix):
+        program = cluster.program(prefix, "e2e.fetch", f"{url}/metrics")
+        text, _ = program.communicate(timeout=30)
+    values = [line.split()[-1] for line in text.splitlines() if line.split(" ")[0] == metric]
+    return float(values[0]) if values else None
+
+
+def test_children_go_with_the_operator_stopped(operator: Cluster, namespace: str) -> None:
+    services.apply(operator, namespace, services.manifest("chat"))
+    services.wait_ready(operator, namespace, "chat")
+    deployment = ("deployment/busload-operator", "-n", "busload-system")
+    operator.kubectl("scale", *deployment, "--replicas=0")
+    try:
+        selector = ("-n", "busload-system", "-l", "app.kubernetes.io/name=busload")
+        wait_for(lambda: not operator.get("pods", *selector)["items"], 60, "operator stopped")
+        operator.kubectl("delete", "inferenceservice", "chat", "-n", namespace, "--wait")
+        wait_for(lambda: not children(operator, namespace, "chat"), 90, "all children gone without the operator")
+    finally:
+        operator.kubectl("scale", *deployment, "--replicas=2")
+        operator.kubectl("rollout", "status", *deployment, "--timeout=120s")
+
+
+def test_a_crashed_engine_is_not_ready_and_comes_back(operator: Cluster, namespace: str) -> None:
+    services.apply(operator, namespace, services.manifest("chat"))
+    services.wait_ready(operator, namespace, "chat")
+    pod = services.pods(operator, namespace, "chat")[0]["metadata"]["name"]
+    kill = "for p in /proc/[0-9]*; do grep -qa engine.process $p/cmdline && kill -9 ${p#/proc/}; done; true"
+    operator.kubectl("exec", "-n", namespace, pod, "--", "/bin/sh", "-c", kill)
+
+    def not_ready() -> dict[str, Any] | None:
+        seen = condition(services.get(operator, namespace, "chat"), "Ready")
+        return seen if seen["status"] == "False" else None
+
+    seen = wait_for(not_ready, 30, "Ready=False after the engine was killed", every=0.2)
+    assert seen["message"], seen
+    services.wait_ready(operator, namespace, "chat")
+    after = services.pods(operator, namespace, "chat")[0]
+    assert after["metadata"]["name"] == pod, "the container was restarted, not the pod replaced"
+    assert after["status"]["containerStatuses"][0]["restartCount"] >= 1
+
+
+def test_an_operator_restart_writes_nothing(operator: Cluster, namespace: str) -> None:
+    services.apply(operator, namespace, services.manifest("chat"))
+    services.wait_ready(operator, namespace, "chat")
+    settle(operator, namespace)
+    before = versions(operator, namespace)
+    started = time.time()
+    deployment = ("deployment/busload-operator", "-n", "busload-system")
+    operator.kubectl("rollout", "restart", *deployment)
+    operator.kubectl("rollout", "status", *deployment, "--timeout=180s", timeout=200)
+    wait_for(lambda: leader_since(operator) > started, 60, "a leader of the new pods")
+    time.sleep(20)  # several reconcile and scrape rounds of the new leader
+    assert versions(operator, namespace) == before
+
+
+def versions(cluster: Cluster, namespace: str) -> dict[str, str]:
+    """Who wrote what last: resource versions of the service and its children (pods left to the kubelet)."""
+    kinds = "inferenceservices,serviceaccounts,configmaps,deployments.apps,services"
+    items = cluster.get(kinds, "-n", namespace)["items"]
+    return {f"{i['kind']}/{i['metadata']['name']}": i["metadata"]["resourceVersion"] for i in items}
+
+
+def settle(cluster: Cluster, namespace: str) -> None:
+    """Waits until nothing in the namespace was written for ten seconds."""
+    last, since = versions(cluster, namespace), time.monotonic()
+
+    def quiet() -> bool:
+        nonlocal last, since
+        if (now := versions(cluster, namespace)) != last:
+            last, since = now, time.monotonic()
+        return time.monotonic() - since > 10
+
+    wait_for(quiet, 90, "a settled namespace", every=1)
+
+
+def leader_since(cluster: Cluster) -> float:
+    """When the present leader took the lease (seconds of the wall clock); 0 while there is none."""
+    lease = cluster.get("lease", "busload-operator", "-n", "busload-system")["spec"]
+    if not lease.get("holderIdentity"):
+        return 0.0
+    acquired = lease["acquireTime"].split(".")[0].rstrip("Z") + "Z"
+    return float(time.mktime(time.strptime(acquired, "%Y-%m-%dT%H:%M:%SZ"))) - time.timezone
+
+
+def test_a_bad_manifest_is_refused_with_a_helpful_text(operator: Cluster, namespace: str) -> None:
+    bad = services.manifest("chat")
+    bad["spec"]["bounds"]["replicas"] = {"min": 3, "max": 1}
+    text = operator.kubectl("apply", "-n", namespace, "-f", "-", stdin=json.dumps(bad), check=False)
+    assert "spec.bounds.replicas" in text
+    assert "min" in text
+    assert "max" in text

@@ -1,0 +1,57 @@
+"""No request is lost while pods come and go: rolling update and scale-down under continuous requests."""
+
+import json
+import time
+
+import pytest
+
+from e2e import services
+from e2e.access import Cluster, wait_for
+
+
+@pytest.mark.parametrize("connections", ["keep-alive", "fresh"])
+def test_rolling_update_and_scale_down_lose_no_request(operator: Cluster, namespace: str, connections: str) -> None:
+    body = services.manifest("chat", scaling={"mode": "External"}, replicas=2)
+    services.apply(operator, namespace, body)
+    wait_for(lambda: len(running(operator, namespace)) == 2, 180, "two ready pods")
+    before = {pod["metadata"]["name"] for pod in services.pods(operator, namespace, "chat")}
+
+    options = {"requests": 100000, "concurrency": 4, "max_tokens": 24, "connections": connections}
+    load = services.Load(operator, namespace, "chat", **options)
+        operator, namespace, "chat", requests=100000, concurrency=4, max_tokens=24, seconds=600, **options
+    )
+    try:
+        time.sleep(3)
+        body["spec"]["resources"]["requests"]["cpu"] = "400m"
+        services.apply(operator, namespace, body)
+        wait_for(lambda: replaced(operator, namespace, before), 240, "all pods replaced by the rolling update")
+        time.sleep(3)
+        operator.kubectl("scale", "inferenceservice", "chat", "-n", namespace, "--replicas=1")
+        wait_for(lambda: len(all_pods(operator, namespace)) == 1, 120, "scaled down to one pod, the other drained")
+        time.sleep(3)
+        assert load.running(), "the load client ended early"
+    finally:
+        load.process.terminate()
+    report = load.report()
+    assert len(report.outcomes) > 20, "too few requests to show anything"
+    assert report.errors == []
+
+
+def running(cluster: Cluster, namespace: str) -> set[str]:
+    """Names of the pods that are ready."""
+    return {
+        pod["metadata"]["name"]
+        for pod in services.pods(cluster, namespace, "chat")
+        if any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", []))
+    }
+
+
+def replaced(cluster: Cluster, namespace: str, before: set[str]) -> bool:
+    now = running(cluster, namespace)
+    return len(now) == 2 and not now & before and len(all_pods(cluster, namespace)) == 2
+
+
+def all_pods(cluster: Cluster, namespace: str) -> list[str]:
+    """All pods, those that drain too."""
+    items = cluster.get("pods", "-n", namespace, "-l", "busload.dev/inferenceservice=chat")["items"]
+    return [json.dumps(pod["metadata"]["name"]) for pod in items]
