@@ -1,0 +1,123 @@
+"""One pod's counters, taken from its parsed `/metrics`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from busload_runtime.contract import Limits
+
+
+class CountersError(ValueError):
+    """A scrape that cannot be used; the message names the metric."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """One snapshot of one engine. Values are as scraped: they may be NaN or lie, `window` judges them.
+
+    All but the levels (`LEVELS`) only grow while the engine process lives.
+    """
+
+    clock: float
+    """Engine clock, seconds."""
+    steps: float
+    busy_seconds: float
+    step_batch: float
+    """Sum over steps of decoding requests."""
+    step_kv_tokens: float
+    """Sum over steps of KV tokens read."""
+    prefill_tokens: float
+    generated_tokens: float
+    arrived: float
+    preemptions: float
+    batch_seconds: float
+    """Time integral of running requests."""
+    queue_seconds: float
+    kv_token_seconds: float
+    ttft_sum: float
+    ttft_count: float
+    itl_sum: float
+    itl_count: float
+    output_tokens_sum: float
+    """Output tokens of finished requests."""
+    finished: float
+    running: float
+    waiting: float
+    kv_blocks: float
+    kv_blocks_free: float
+    kv_block_size: float
+    generation: float
+    max_sequence_length: float
+    batch_size: float
+    kv_cache_percent: float
+    token_budget: float
+
+    def runs(self, limits: Limits) -> bool:
+        """Whether the pod says that it applies the tuned ones of these limits."""
+        return (self.max_sequence_length, self.batch_size, self.kv_cache_percent, self.token_budget) == (
+            limits.max_sequence_length,
+            limits.batch_size,
+            limits.kv_cache_percent,
+            limits.token_budget,
+        )
+
+
+# Field of Counters -> sample name in the exposition format.
+SAMPLES: dict[str, str] = {
+    "clock": "busload_engine_clock_seconds",
+    "steps": "busload_engine_steps_total",
+    "busy_seconds": "busload_engine_busy_seconds_total",
+    "step_batch": "busload_step_batch_total",
+    "step_kv_tokens": "busload_step_kv_tokens_total",
+    "prefill_tokens": "busload_step_prefill_tokens_total",
+    "generated_tokens": "busload_generated_tokens_total",
+    "arrived": "busload_requests_arrived_total",
+    "preemptions": "busload_preemptions_total",
+    "batch_seconds": "busload_batch_seconds_total",
+    "queue_seconds": "busload_queue_seconds_total",
+    "kv_token_seconds": "busload_kv_token_seconds_total",
+    "ttft_sum": "busload_time_to_first_token_seconds_sum",
+    "ttft_count": "busload_time_to_first_token_seconds_count",
+    "itl_sum": "busload_inter_token_latency_seconds_sum",
+    "itl_count": "busload_inter_token_latency_seconds_count",
+    "output_tokens_sum": "busload_output_length_tokens_sum",
+    "finished": "busload_output_length_tokens_count",
+    "running": "vllm:num_requests_running",
+    "waiting": "vllm:num_requests_waiting",
+    "kv_blocks": "busload_kv_blocks",
+    "kv_blocks_free": "busload_kv_blocks_free",
+    "kv_block_size": "busload_kv_block_size_tokens",
+    "generation": "busload_limits_generation",
+    "max_sequence_length": "busload_limit_max_sequence_length",
+    "batch_size": "busload_limit_batch_size",
+    "kv_cache_percent": "busload_limit_kv_cache_percent",
+    "token_budget": "busload_limit_token_budget",
+}
+
+# The levels: everything else is cumulative and must not fall.
+LEVELS = frozenset(
+    {
+        "running",
+        "waiting",
+        "kv_blocks",
+        "kv_blocks_free",
+        "kv_block_size",
+        "generation",
+        "max_sequence_length",
+        "batch_size",
+        "kv_cache_percent",
+        "token_budget",
+    }
+)
+CUMULATIVE = tuple(f.name for f in fields(Counters) if f.name not in LEVELS)
+
+
+def counters_from_samples(samples: Mapping[str, float]) -> Counters:
+    """Counters from sample name -> value, as in the Prometheus text (label sets of one name already summed).
+
+    Samples that are not needed are ignored. Raises `CountersError` naming every needed sample that is missing.
+    """
+    if missing := sorted(name for name in SAMPLES.values() if name not in samples):
+        raise CountersError(
+            f"/metrics lacks {', '.join(missing)}: is the pod a busload runtime of the operator's version?"
+        )
+    return Counters(**{field: float(samples[name]) for field, name in SAMPLES.items()})
