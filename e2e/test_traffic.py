@@ -18,8 +18,6 @@ def test_rolling_update_and_scale_down_lose_no_request(operator: Cluster, namesp
 
     options = {"requests": 100000, "concurrency": 4, "max_tokens": 24, "connections": connections}
     load = services.Load(operator, namespace, "chat", **options)
-        operator, namespace, "chat", requests=100000, concurrency=4, max_tokens=24, seconds=600, **options
-    )
     try:
         time.sleep(3)
         body["spec"]["resources"]["requests"]["cpu"] = "400m"
