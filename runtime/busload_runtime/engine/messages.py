@@ -1,4 +1,8 @@
-"""Messages between the HTTP process and the engine process, as msgpack over a ZeroMQ PAIR on a Unix socket."""
+"""Messages between the HTTP process and the engine process, as msgpack over a ZeroMQ PAIR on a Unix socket.
+
+The HTTP process binds the socket before it starts the engine; the engine connects, and ends when the HTTP process
+closes the socket or dies.
+"""
 
 import msgspec
 
@@ -10,12 +14,19 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     tokens: list[int]
     max_tokens: int
     min_tokens: int = 0
-    ignore_eos: bool = False
+    """Stop ids end the request only from this many tokens on."""
     stop_token_ids: list[int] = []
+    """Ids that end the request once drawn: the model's end-of-text ids (left out for `ignore_eos`) and the client's.
+
+    The engine knows no other end of text. The stop id is sent as the last token, with finish reason stop.
+    """
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+    submitted_at: float = 0.0
+    """`time.monotonic()` of the HTTP process when it sent this (one clock for all processes of a machine), so that time
+    spent in the socket while a step runs counts as waiting. 0: counted from the moment the engine reads it."""
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):

@@ -1,0 +1,384 @@
+"""Which tokens of which requests the next step computes. Pure: no clock, no I/O, no model.
+
+The rules, in the order they apply to a step:
+1. One token budget. Running requests come first, oldest first, and each gets at least one token: a long prompt is cut
+   into chunks around the decodes instead of stopping them.
+2. A running request that finds no free block preempts the newest one, which gives all its blocks back and is computed
+   again later (recompute). The oldest request is never preempted, so every request ends.
+3. Waiting requests are admitted in order of arrival, up to the batch limit, when their whole prompt fits the free
+   blocks; they take those blocks at once. A step that preempted admits nothing.
+4. Full blocks of equal content, from the first token on, are shared. A block can be found only after the step that
+   computed it was committed, and the last token of a prompt is always computed because its logits are needed.
+
+Changed limits: a request keeps the maximum sequence length it was added under. A lower batch limit admits nobody until
+enough requests have ended; nobody is thrown out for it. A smaller pool preempts the requests that hold blocks beyond
+its end; a request that cannot fit the pool any more ends: with `length` if it has output, else with an error.
+"""
+
+from bisect import insort
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from busload_runtime.contract import Limits
+from busload_runtime.engine.block_pool import Block, BlockPool, chain_digest
+from busload_runtime.engine.plan import Chunk, Plan, Sampled
+from busload_runtime.engine.request import Output, Request
+
+
+class RequestRefused(ValueError):
+    """A request that cannot run under the limits in force; the message says which and what is allowed."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Work of committed steps since the start."""
+
+    steps: int = 0
+    step_batch: int = 0
+    """Sum over steps of decoding requests."""
+    step_kv_tokens: int = 0
+    """Sum over steps of KV tokens read by attention: for each chunk, the length of its sequence after the step."""
+    step_prefill_tokens: int = 0
+    """Tokens computed that were not a decode; recomputation included."""
+    recomputed_tokens: int = 0
+    """Tokens computed again after a preemption."""
+    generated_tokens: int = 0
+    preemptions: int = 0
+    prefix_queried_tokens: int = 0
+    """Prompt tokens of requests that started for the first time."""
+    prefix_hit_tokens: int = 0
+    """Those of them that were cached. A preempted request that finds its own blocks again counts in neither."""
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """What the scheduler holds now."""
+
+    running: int
+    waiting: int
+    queued_prompt_tokens: int
+    """Tokens of waiting requests."""
+    kv_tokens: int
+    """Computed tokens of running requests; a shared token counts for each."""
+    kv_blocks: int
+    kv_blocks_free: int
+
+
+class Scheduler:
+    """Turns requests into plans: `add` and `abort` at any time between steps, then `plan`, run it, `commit`."""
+
+    def __init__(self, limits: Limits, block_size: int, num_blocks: int) -> None:
+        self.limits = limits
+        self.block_size = block_size
+        self.counters = Counters()
+        self._pool = BlockPool(num_blocks)
+        self._requests: dict[int, Request] = {}
+        self._running: list[Request] = []
+        # Preempted requests are older than all that never ran, so the two queues together are in order of arrival.
+        self._preempted: list[Request] = []
+        self._arrived: OrderedDict[int, Request] = OrderedDict()
+        self._arrivals = 0
+        self._queued_tokens = 0
+        self._kv_tokens = 0
+        self._planned: Plan | None = None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens the whole pool holds."""
+        return self._pool.num_blocks * self.block_size
+
+    def levels(self) -> Levels:
+        return Levels(
+            running=len(self._running),
+            waiting=len(self._preempted) + len(self._arrived),
+            queued_prompt_tokens=self._queued_tokens,
+            kv_tokens=self._kv_tokens,
+            kv_blocks=self._pool.num_blocks,
+            kv_blocks_free=self._pool.free,
+        )
+
+    # Between steps.
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises `RequestRefused` when it could never run under the limits in force."""
+        self._between_steps()
+        length, limit = request.prompt_length, self.limits.max_sequence_length
+        if request.request_id in self._requests:
+            raise ValueError(f"request id {request.request_id} is already in use")
+        if length < 1 or request.max_tokens < 1:
+            raise RequestRefused(
+                f"a request needs at least 1 prompt token and max_tokens of at least 1, "
+                f"got {length} and {request.max_tokens}"
+            )
+        if length >= limit:
+            raise RequestRefused(
+                f"the prompt has {length} tokens and maxSequenceLength is {limit}: "
+                f"a prompt may have at most {limit - 1} tokens"
+            )
+        if length > self.capacity:
+            raise RequestRefused(self._does_not_fit(length))
+        request.max_length = min(length + request.max_tokens, limit)
+        request.order = self._arrivals
+        self._arrivals += 1
+        self._requests[request.request_id] = request
+        self._arrived[request.request_id] = request
+        self._queued_tokens += length
+
+    def abort(self, request_id: int) -> bool:
+        """Ends a request and frees its blocks at once; False when the id is unknown (it may just have ended)."""
+        self._between_steps()
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._remove(request)
+        return True
+
+    def set_limits(self, limits: Limits) -> None:
+        """Puts new limits in force from the next step on. The pool is a separate matter: see `resize`."""
+        self._between_steps()
+        self.limits = limits
+
+    def resize(self, num_blocks: int) -> list[Output]:
+        """Changes the size of the pool; returns the ends of the requests that cannot fit it any more."""
+        self._between_steps()
+        for request in [r for r in self._running if max(r.table, default=-1) >= num_blocks]:
+            self._preempt(request)
+        self._pool.resize(num_blocks)
+        ended = []
+        for request in [r for r in self._requests.values() if len(r.tokens) > self.capacity]:
+            self._remove(request)
+            if request.drawn:
+                ended.append(Output(request.request_id, None, "length"))
+            else:
+                error = self._does_not_fit(len(request.tokens))
+                ended.append(Output(request.request_id, None, "error", error=error))
+        return ended
+
+    # One step.
+
+    def plan(self, now: float) -> Plan:
+        """The next step; empty only when there is no request. `commit` must follow before anything else."""
+        self._between_steps()
+        chunks: list[Chunk] = []
+        preemptions = self.counters.preemptions
+        budget = self._plan_running(chunks)
+        if self.counters.preemptions == preemptions:
+            self._admit(chunks, budget, now)
+        plan = Plan(tuple(chunks))
+        if chunks:
+            self._planned = plan
+        return plan
+
+    def commit(self, plan: Plan, sampled: Sequence[Sampled]) -> list[Output]:
+        """Takes in the drawn tokens of a step that was computed; returns what to tell the clients."""
+        if plan is not self._planned:
+            raise ValueError("commit takes the plan made last, once")
+        self._planned = None
+        drawn = {draw.request_id: draw.token for draw in sampled}
+        expected = [chunk.request_id for chunk in plan.chunks if chunk.sampling is not None]
+        if len(sampled) != len(expected) or drawn.keys() != set(expected):
+            raise ValueError(f"the executor drew tokens for requests {sorted(drawn)}, planned were {sorted(expected)}")
+        outputs = []
+        self.counters.steps += 1
+        for chunk in plan.chunks:
+            request = self._requests[chunk.request_id]
+            self._count(request, chunk)
+            self._kv_tokens += len(chunk.tokens)
+            request.computed = chunk.length_after
+            request.reached = max(request.reached, request.computed)
+            if request.computed // self.block_size > request.published:
+                self._publish(request)
+            if chunk.sampling is not None:
+                outputs.append(self._draw(request, drawn[request.request_id]))
+        return outputs
+
+    def _plan_running(self, chunks: list[Chunk]) -> int:
+        """Plans the running requests; returns the tokens left in the budget."""
+        running = self._running
+        budget = max(self.limits.token_budget, len(running))  # a lowered limit still gives every request its token
+        position = 0
+        while position < len(running):
+            request = running[position]
+            newer = len(running) - position - 1
+            count = min(len(request.tokens) - request.computed, budget - newer)
+            if not self._make_room(request, request.computed + count):
+                break
+            chunks.append(self._chunk(request, count))
+            budget -= count
+            position += 1
+        return budget
+
+    def _make_room(self, request: Request, length: int) -> bool:
+        """Takes the blocks `request` misses for `length` tokens, preempting the newest; False if that was itself."""
+        missing = self._blocks_for(length) - len(request.blocks)
+        if missing <= 0:
+            return True
+        while missing > self._pool.free:
+            newest = self._running[-1]
+            self._preempt(newest)
+            if newest is request:
+                return False
+        self._take(request, missing)
+        return True
+
+    def _admit(self, chunks: list[Chunk], budget: int, now: float) -> None:
+        while budget > 0 and len(self._running) < self.limits.batch_size:
+            request = self._oldest_waiting()
+            if request is None:
+                return
+            cached = self._cached_blocks(request)
+            missing = self._blocks_for(len(request.tokens)) - len(cached)
+            if missing > self._pool.free - sum(1 for block in cached if block.users == 0):
+                return
+            self._start(request, cached, missing, now)
+            count = min(len(request.tokens) - request.computed, budget)
+            chunks.append(self._chunk(request, count))
+            budget -= count
+
+    def _start(self, request: Request, cached: list[Block], missing: int, now: float) -> None:
+        self._dequeue(request)
+        for block in cached:
+            self._pool.share(block)
+        request.blocks.extend(cached)
+        request.table = tuple(block.block_id for block in cached)
+        request.published = len(cached)
+        request.computed = len(cached) * self.block_size
+        self._kv_tokens += request.computed
+        self._take(request, missing)
+        if request.started is None:
+            request.started = now
+            request.cached_tokens = request.computed
+            self.counters.prefix_queried_tokens += request.prompt_length
+            self.counters.prefix_hit_tokens += request.computed
+        request.running = True
+        insort(self._running, request, key=_order)
+
+    def _chunk(self, request: Request, count: int) -> Chunk:
+        start, tokens = request.computed, request.tokens
+        end = start + count
+        last = end == len(tokens)
+        needed = self._blocks_for(end)
+        return Chunk(
+            request_id=request.request_id,
+            tokens=(tokens[-1],) if last and count == 1 else tuple(tokens[start:end]),
+            start=start,
+            blocks=request.table if len(request.table) == needed else request.table[:needed],
+            sampling=request.sampling if last else None,
+            sample_index=request.drawn,
+        )
+
+    def _draw(self, request: Request, token: int) -> Output:
+        """Appends a drawn token and ends the request if it was the last one."""
+        self.counters.generated_tokens += 1
+        request.tokens.append(token)
+        output = Output(request.request_id, token)
+        drawn, length = request.drawn, len(request.tokens)
+        if drawn == 1 and request.started is not None:
+            output.cached_tokens = request.cached_tokens
+            output.queue_seconds = request.started - request.arrived
+        if drawn >= request.min_tokens and token in request.stop_token_ids:
+            output.finish_reason = "stop"
+        elif length >= request.max_length or length > self.capacity:
+            output.finish_reason = "length"
+        if output.finish_reason is not None:
+            self._remove(request)
+        return output
+
+    def _count(self, request: Request, chunk: Chunk) -> None:
+        counters, tokens = self.counters, len(chunk.tokens)
+        counters.step_kv_tokens += chunk.length_after
+        if tokens == 1 and chunk.start >= request.prompt_length:
+            counters.step_batch += 1
+        else:
+            counters.step_prefill_tokens += tokens
+        if chunk.start < request.reached:
+            counters.recomputed_tokens += min(chunk.length_after, request.reached) - chunk.start
+
+    # Prefix cache.
+
+    def _cached_blocks(self, request: Request) -> list[Block]:
+        """The leading blocks of the request that are cached, short of the block of its last token."""
+        blocks: list[Block] = []
+        for index in range((len(request.tokens) - 1) // self.block_size):
+            block = self._pool.find(self._digest(request, index))
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def _publish(self, request: Request) -> None:
+        for index in range(request.published, request.computed // self.block_size):
+            self._pool.publish(request.blocks[index], self._digest(request, index))
+        request.published = request.computed // self.block_size
+
+    def _digest(self, request: Request, index: int) -> bytes:
+        """Digest of full block `index`; those before it are known already."""
+        digests = request.digests
+        if index == len(digests):
+            first = index * self.block_size
+            parent = digests[-1] if digests else request.salt
+            digests.append(chain_digest(parent, request.tokens[first : first + self.block_size]))
+        return digests[index]
+
+    # Queues and blocks.
+
+    def _oldest_waiting(self) -> Request | None:
+        if self._preempted:
+            return self._preempted[0]
+        return next(iter(self._arrived.values()), None)
+
+    def _dequeue(self, request: Request) -> None:
+        self._queued_tokens -= len(request.tokens)
+        if request.started is None:
+            del self._arrived[request.request_id]
+        else:
+            self._preempted.remove(request)
+
+    def _preempt(self, request: Request) -> None:
+        self._leave_batch(request)
+        insort(self._preempted, request, key=_order)
+        self._queued_tokens += len(request.tokens)
+        self.counters.preemptions += 1
+
+    def _remove(self, request: Request) -> None:
+        if request.running:
+            self._leave_batch(request)
+        else:
+            self._dequeue(request)
+        del self._requests[request.request_id]
+
+    def _leave_batch(self, request: Request) -> None:
+        self._running.remove(request)
+        self._pool.release(request.blocks)
+        self._kv_tokens -= request.computed
+        request.blocks.clear()
+        request.table = ()
+        request.computed = request.published = 0
+        request.running = False
+
+    def _take(self, request: Request, count: int) -> None:
+        blocks = [self._pool.take() for _ in range(count)]
+        request.blocks.extend(blocks)
+        request.table += tuple(block.block_id for block in blocks)
+
+    def _blocks_for(self, length: int) -> int:
+        return -(-length // self.block_size)
+
+    def _between_steps(self) -> None:
+        if self._planned is not None:
+            raise RuntimeError("a step is planned and not committed yet")
+
+    def _does_not_fit(self, length: int) -> str:
+        return (
+            f"the request has {length} tokens and the KV cache holds {self.capacity}: "
+            "shorten the prompt, or raise kvCachePercent or the memory of the pod"
+        )
+
+
+def _order(request: Request) -> int:
+    return request.order
