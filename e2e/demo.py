@@ -47,7 +47,7 @@ def up(kind: str) -> int:
         wait_ready(cluster)
     with steps.step("answer", f"Asking the model: {QUESTION}"):
         answer = ask(cluster)
-    with steps.step("burst", f"Sending {BURST} requests at once and watching the operator"):
+    with steps.step("burst", f"{BURST} clients at once, while watching the operator"):
         report, decisions = burst(cluster)
     explain(report, decisions)
     OUT.mkdir(exist_ok=True)
@@ -126,15 +126,18 @@ def burst(cluster: Cluster) -> tuple[Report, list[dict[str, Any]]]:
     printer.start()
     try:
         with cluster.reach(NAMESPACE, NAME) as (url, prefix):
-            load = ["--url", f"{url}/v1", "--model", NAME, "--requests", str(BURST), "--concurrency", str(BURST)]
-            program = cluster.program(prefix, "e2e.load", *load, "--max-tokens", "128")
+            # As many clients, each sending its next request at once, until the operator has acted: on a fast machine
+            # 32 requests alone would be over before anybody could look.
+            load = ["--url", f"{url}/v1", "--model", NAME, "--requests", "100000", "--seconds", "240"]
+            program = cluster.program(prefix, "e2e.load", *load, "--concurrency", str(BURST), "--max-tokens", "128")
 
             def acted() -> list[dict[str, Any]]:
                 new = [d for d in decisions_of(cluster) if d["id"] > first]
                 settled = [d for d in new if d["outcome"]["verdict"] != "Pending"]
-                return new if settled or (new and program.poll() is not None) else []
+                return new if settled else []
 
             decisions: list[dict[str, Any]] = wait_for(acted, 240, "a tuning decision with its outcome", every=2)
+            program.terminate()
             output, errors = program.communicate(timeout=600)
     finally:
         time.sleep(3)

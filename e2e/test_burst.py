@@ -10,14 +10,17 @@ from e2e.access import Cluster, wait_for
 def test_a_burst_raises_the_batch_limit_first(operator: Cluster, namespace: str) -> None:
     services.apply(operator, namespace, services.manifest("chat"))
     services.wait_ready(operator, namespace, "chat")
-    load = services.Load(operator, namespace, "chat", requests=32, concurrency=32, max_tokens=128)
+    load = services.Load(operator, namespace, "chat", requests=100000, concurrency=32, max_tokens=128)
 
     def settled() -> dict[str, Any] | None:
         decisions = services.get(operator, namespace, "chat")["status"].get("decisions", [])
         first = next((d for d in reversed(decisions)), None)
         return first if first and first["outcome"]["verdict"] != "Pending" else None
 
-    first = wait_for(settled, 180, "the first decision's outcome", every=1)
+    try:
+        first = wait_for(settled, 180, "the first decision's outcome", every=1)
+    finally:
+        load.process.terminate()
     report = load.report()
     assert report.errors == []
     assert first["knob"] == "batchSize", first
