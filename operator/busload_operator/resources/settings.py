@@ -1,0 +1,13 @@
+"""What the children need to know beside the spec."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeSettings:
+    """How runtime pods are run in this cluster; set by whoever installed the operator."""
+
+    image: str
+    """Image of the runtime."""
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
