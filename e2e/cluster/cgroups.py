@@ -39,14 +39,16 @@ def make(name: str, root: Path = CGROUPS) -> None:
                 if (tree / file).exists() and not (tree / name / file).read_text().strip():
                     (tree / name / file).write_text((tree / file).read_text())
     except OSError as error:
-        raise Failure(f"cannot make the cgroup {name} below {root}: {error}. Pods need one: run on a machine that allows it")
+        raise Failure(
+            f"cannot make the cgroup {name} below {root}: {error}. Pods need one: run on a machine that allows it"
+        ) from error
 
 
 def _delegate(group: Path) -> None:
     """Version 2: hands the controllers of `group` down to its children.
 
-    Refused (EBUSY) where processes sit in `group` itself and it is not the real root: the root of a container's own cgroup
-    namespace. They move to a child first.
+    Refused (EBUSY) where processes sit in `group` itself and it is not the real root, as in the root of a container's
+    own cgroup namespace: they move to a child first.
     """
     available = (group / "cgroup.controllers").read_text().split()
     handed_down = (group / "cgroup.subtree_control").read_text().split()
@@ -67,7 +69,7 @@ def _move_processes(source: Path, target: Path) -> None:
 
 
 def remove(name: str, root: Path = CGROUPS) -> None:
-    """Removes the cgroup and all below it, deepest first. A killed process leaves its cgroup a moment later: waits for it."""
+    """Removes the cgroup and all below it, deepest first. Waits, because a killed process leaves its cgroup late."""
     groups = [tree / name for tree in trees(root) if (tree / name).is_dir()]
 
     def gone() -> bool:

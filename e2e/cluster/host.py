@@ -88,14 +88,16 @@ def is_debian_like(release: dict[str, str]) -> bool:
 
 def require_linux() -> None:
     if sys.platform != "linux":
-        raise Failure(f"the cluster needs Linux (this is {sys.platform}): use a Debian or Ubuntu machine, real or virtual")
+        raise Failure(
+            f"the cluster needs Linux (this is {sys.platform}): use a Debian or Ubuntu machine, real or virtual"
+        )
 
 
 def require_root(what: str) -> None:
     if os.geteuid() != 0:
         raise Failure(
             f"{what} needs root (namespaces, mounts, a network of its own): run it as root, for example by\n"
-            f"  sudo env PATH=\"$PATH\" HOME=\"$HOME\" python3 -m e2e.cluster ..."
+            f'  sudo env PATH="$PATH" HOME="$HOME" python3 -m e2e.cluster ...'
         )
 
 
@@ -109,8 +111,8 @@ def install_packages(lock: Path, progress: Progress) -> None:
     release = os_release()
     if not is_debian_like(release) or not which("apt-get"):
         raise Failure(
-            f"this machine ({release.get('PRETTY_NAME', 'unknown system')}) is not Debian or Ubuntu, so these have to be "
-            f"installed by hand (names as in Debian):\n{listing}"
+            f"this machine ({release.get('PRETTY_NAME', 'unknown system')}) is not Debian or Ubuntu, so these have to "
+            f"be installed by hand (names as in Debian):\n{listing}"
         )
     progress.note(f"{len(wanted)} system packages are missing and will be installed by apt-get:\n{listing}")
     require_root("installing packages")
@@ -145,7 +147,15 @@ def load_kernel_modules() -> None:
     the node itself then fails with a clear line if one is really missing."""
     modprobe = which("modprobe")
     if modprobe:
-        for module in ("overlay", "br_netfilter", "nf_conntrack", "nf_tables", "nft_masq", "nft_numgen", "nft_fib_inet"):
+        for module in (
+            "overlay",
+            "br_netfilter",
+            "nf_conntrack",
+            "nf_tables",
+            "nft_masq",
+            "nft_numgen",
+            "nft_fib_inet",
+        ):
             run([modprobe, "-q", module], check=False)
 
 

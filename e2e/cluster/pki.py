@@ -53,7 +53,20 @@ def _authority(folder: Path, name: str) -> None:
     _key(folder, name)
     usage = "keyUsage=critical,keyCertSign,cRLSign"
     key, certificate = folder / f"{name}.key", folder / f"{name}.crt"
-    argv = ["openssl", "req", "-x509", "-new", "-key", key, "-subj", f"/CN={name}", "-days", DAYS, "-addext", usage]
+    argv: list[str | Path] = [
+        "openssl",
+        "req",
+        "-x509",
+        "-new",
+        "-key",
+        key,
+        "-subj",
+        f"/CN={name}",
+        "-days",
+        DAYS,
+        "-addext",
+        usage,
+    ]
     run([*argv, "-out", certificate])
 
 
@@ -64,15 +77,33 @@ def _certificate(folder: Path, identity: Identity) -> None:
     lines += [f"subjectAltName={identity.names}"] if identity.names else []
     write(extensions, "\n".join(lines) + "\n")
     request = run(["openssl", "req", "-new", "-key", folder / f"{name}.key", "-subj", identity.subject]).stdout
-    signer = ["-CA", folder / f"{identity.authority}.crt", "-CAkey", folder / f"{identity.authority}.key"]
-    argv = ["openssl", "x509", "-req", *signer, "-CAcreateserial", "-days", DAYS, "-extfile", extensions]
+    signer: list[str | Path] = [
+        "-CA",
+        folder / f"{identity.authority}.crt",
+        "-CAkey",
+        folder / f"{identity.authority}.key",
+    ]
+    argv: list[str | Path] = [
+        "openssl",
+        "x509",
+        "-req",
+        *signer,
+        "-CAcreateserial",
+        "-days",
+        DAYS,
+        "-extfile",
+        extensions,
+    ]
     run([*argv, "-out", folder / f"{name}.crt"], stdin=request)
     extensions.unlink()
 
 
 def kubeconfig(server: str, authority: bytes, certificate: bytes, key: bytes) -> str:
     """A kubeconfig file with one cluster, one user and one context, all named busload; certificates and key in PEM."""
-    data = {name: base64.b64encode(value).decode() for name, value in [("ca", authority), ("crt", certificate), ("key", key)]}
+    data = {
+        name: base64.b64encode(value).decode()
+        for name, value in [("ca", authority), ("crt", certificate), ("key", key)]
+    }
     return f"""\
 apiVersion: v1
 kind: Config

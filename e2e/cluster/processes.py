@@ -1,8 +1,8 @@
 """Background processes that outlive the command that started them, and how to know them again.
 
-A process id alone proves nothing: after a crash or a reboot it may belong to somebody else. So a pid file here holds the
-process's own /proc/PID/stat line, which has its start time, and the machine's boot id. The process writes it about itself
-before it becomes the program, so there is no moment at which it runs and no file knows of it.
+A process id alone proves nothing: after a crash or a reboot it may belong to somebody else. So a pid file here holds
+the process's own /proc/PID/stat line, which has its start time, and the machine's boot id. The process writes it about
+itself before it becomes the program, so there is no moment at which it runs and no file knows of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from .shell import Failure, last_lines, wait_until
 
 PROC = Path("/proc")
 BOOT_ID = "sys/kernel/random/boot_id"
-RECORD_AND_EXEC = 'cat /proc/$$/stat /proc/sys/kernel/random/boot_id > "$1.new" && mv "$1.new" "$1" && shift && exec "$@"'
+RECORD_AND_EXEC = (
+    'cat /proc/$$/stat /proc/sys/kernel/random/boot_id > "$1.new" && mv "$1.new" "$1" && shift && exec "$@"'
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def children(pid: int, proc: Path = PROC) -> list[int]:
 
 
 def start(pid_file: Path, argv: Sequence[str | Path], log: Path) -> Process:
-    """Starts a program in a session of its own, with its output appended to `log`. Raises Failure if it does not start."""
+    """Starts a program in a session of its own, its output appended to `log`. Raises Failure if it does not start."""
     pid_file.unlink(missing_ok=True)
     with log.open("ab") as output:
         child = subprocess.Popen(
@@ -96,7 +98,9 @@ def start(pid_file: Path, argv: Sequence[str | Path], log: Path) -> Process:
     wait_until(f"{argv[0]} to start", lambda: pid_file.exists() or child.poll() is not None, 10, pause=0.02)
     process = read(pid_file)
     if process is None:
-        raise Failure(f"{argv[0]} ended at once; its last words, in {log}:\n{last_lines(log.read_text(errors='replace'))}")
+        raise Failure(
+            f"{argv[0]} ended at once; its last words, in {log}:\n{last_lines(log.read_text(errors='replace'))}"
+        )
     return process
 
 

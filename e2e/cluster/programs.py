@@ -1,7 +1,7 @@
 """Builds the cluster's programs from Go modules, each once per version, into the cache.
 
-A program's file name is its version key: it changes with the version, with our own main.go and with the way it is built,
-so a key that exists is the program, whole, and nothing else needs to be asked.
+A program's file name is its version key: it changes with the version, with our own main.go and with the way it is
+built, so a key that exists is the program, whole, and nothing else needs to be asked.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def module_file(upstream: str, program: Program) -> str:
 
 
 def prepare(program: Program, folder: Path) -> None:
-    """Writes go.mod, go.sum and main.go into `folder`; downloads the upstream module (checked by Go's checksum database)."""
+    """Writes go.mod, go.sum and main.go into `folder`; downloads the upstream module, which Go checks by its sums."""
     go, environment = go_command(), go_environment()
     write(folder / "go.mod", f"module busload.dev/{program.name}\n")
     name = f"{program.module}@{program.version}"
@@ -165,15 +165,26 @@ def prepare(program: Program, folder: Path) -> None:
     version, toolchain = run([go, "env", "GOVERSION", "GOTOOLCHAIN"], env=environment).stdout.split("\n")[:2]
     check_go_version(wanted[1] if wanted else "1.21", version, toolchain, name)
     write(folder / "go.mod", module_file(upstream, program))
-    own = f"{program.module} {program.version} {found['Sum']}\n{program.module} {program.version}/go.mod {found['GoModSum']}\n"
-    write(folder / "go.sum", (Path(found["Dir"]) / "go.sum").read_text() + own)
+    module = f"{program.module} {program.version}"
+    own_sums = f"{module} {found['Sum']}\n{module}/go.mod {found['GoModSum']}\n"
+    write(folder / "go.sum", (Path(found["Dir"]) / "go.sum").read_text() + own_sums)
     if program.source:
         write(folder / "main.go", program.source.read_text())
 
 
 def compile_program(program: Program, folder: Path, output: Path, progress: Progress) -> None:
     """Runs `go build`, and says every 20 seconds how far it is: minutes of silence look like a hang."""
-    argv = [go_command(), "build", "-v", *BUILD_FLAGS, "-ldflags", program.linker_flags, "-o", str(output), program.package]
+    argv = [
+        go_command(),
+        "build",
+        "-v",
+        *BUILD_FLAGS,
+        "-ldflags",
+        program.linker_flags,
+        "-o",
+        str(output),
+        program.package,
+    ]
     words: list[str] = []
     with subprocess.Popen(argv, cwd=folder, env=go_environment(), stderr=subprocess.PIPE, text=True) as build:
         assert build.stderr is not None
@@ -185,11 +196,15 @@ def compile_program(program: Program, folder: Path, output: Path, progress: Prog
                 build.wait(HEARTBEAT_SECONDS)
             except subprocess.TimeoutExpired:
                 compiled = sum(1 for line in words if not line.startswith("go:"))
-                progress.note(f"  {program.name}: {time.monotonic() - began:.0f} s, {compiled} packages compiled so far")
+                progress.note(
+                    f"  {program.name}: {time.monotonic() - began:.0f} s, {compiled} packages compiled so far"
+                )
         reader.join(10)
     if build.returncode != 0:
         errors = [line for line in words if not re.fullmatch(r"(go: downloading .*|\S+)\n", line)]
-        raise Failure(f"building {program.name} {program.version} ended with {build.returncode}:\n{last_lines(''.join(errors))}")
+        raise Failure(
+            f"building {program.name} {program.version} ended with {build.returncode}:\n{last_lines(''.join(errors))}"
+        )
 
 
 def build(settings: Settings, name: str, progress: Progress) -> Path:

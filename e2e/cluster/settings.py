@@ -41,7 +41,7 @@ class Settings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
-        """Reads BUSLOAD_CACHE, BUSLOAD_CLUSTER_STATE and BUSLOAD_API_PORT. Raises Failure for a value that cannot work."""
+        """Reads BUSLOAD_CACHE, BUSLOAD_CLUSTER_STATE and BUSLOAD_API_PORT. Raises Failure for wrong values."""
         cache = Path(environment.get("BUSLOAD_CACHE") or Path.home() / ".cache" / "busload").expanduser().absolute()
         state = Path(environment.get("BUSLOAD_CLUSTER_STATE") or cache / "cluster").expanduser().absolute()
         if len(bytes(state)) > LONGEST_STATE_PATH:
@@ -111,6 +111,6 @@ class Settings:
 
     @property
     def cgroup(self) -> str:
-        """The cgroup that holds this cluster's pods. Its own, because a kubelet removes the cgroups of pods that it does
-        not know: two kubelets on one machine must not share the default one."""
+        """The cgroup that holds this cluster's pods. Its own, because a kubelet removes the cgroups of pods that it
+        does not know: two kubelets on one machine must not share the default one."""
         return "busload-" + hashlib.sha256(bytes(self.state)).hexdigest()[:8]

@@ -1,0 +1,220 @@
+"""The images that need no registry: FROM scratch, out of the distribution's packages and of what is built here.
+
+pause and CoreDNS run the cluster; busload-python is the base of the runtime's and the operator's image on machines
+without a registry. Its Python is the distribution's, so its version follows the machine (3.11 on Debian 12, 3.12 on
+Ubuntu 24.04).
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from e2e.cluster import programs
+from e2e.cluster.host import os_release
+from e2e.cluster.render import PAUSE_IMAGE
+from e2e.cluster.settings import Settings
+from e2e.cluster.shell import Failure, Progress, run, write
+
+from .store import Store, digest
+
+HERE = Path(__file__).resolve().parent
+COREDNS_IMAGE = f"localhost/busload-coredns:{programs.PROGRAMS['coredns'].version}"
+USER = 65532  # what distroless images call nonroot
+
+# python3 brings what its standard library links to (ssl, ffi, sqlite3 ...). The two after it are for numpy's wheels.
+PYTHON_PACKAGES = ("python3", "libstdc++6", "libgomp1", "busybox-static", "ca-certificates", "tzdata")
+# Dependencies for installing packages, which nobody does in these images. The file of certificates is made below.
+UNWANTED = ("dpkg", "debconf", "perl-base", "tar", "openssl", "libselinux1", "libpcre2-8-0", "libacl1", "libmd0")
+NOT_IN_IMAGES = (
+    "usr/share/doc",
+    "usr/share/man",
+    "usr/share/lintian",
+    "usr/share/locale",
+    "usr/share/bug",
+    "usr/share/info",
+)
+RECIPE = "1"  # raised when rootfs() changes what it makes
+
+
+def build_pause(store: Store, progress: Progress) -> Path:
+    source = HERE / "pause.c"
+    key = digest(source)
+    if not store.is_current(PAUSE_IMAGE, key):
+        with progress.step(f"{PAUSE_IMAGE} built"):
+            context = _fresh(store, "pause")
+            run(["gcc", "-static", "-Os", "-s", "-o", context / "pause", source])
+            dockerfile = 'FROM scratch\nCOPY pause /pause\nUSER 65535:65535\nENTRYPOINT ["/pause"]\n'
+            write(context / "Dockerfile", dockerfile)
+            store.build(PAUSE_IMAGE, context, context / "Dockerfile")
+            store.export(PAUSE_IMAGE, key)
+    return store.archive(PAUSE_IMAGE)
+
+
+def build_coredns(store: Store, progress: Progress) -> Path:
+    program = programs.path(store.settings, "coredns")
+    key = digest(program.name)
+    if not store.is_current(COREDNS_IMAGE, key):
+        with progress.step(f"{COREDNS_IMAGE} built"):
+            context = _fresh(store, "coredns")
+            shutil.copy2(program, context / "coredns")
+            write(context / "Dockerfile", 'FROM scratch\nCOPY coredns /coredns\nENTRYPOINT ["/coredns"]\n')
+            store.build(COREDNS_IMAGE, context, context / "Dockerfile")
+            store.export(COREDNS_IMAGE, key)
+    return store.archive(COREDNS_IMAGE)
+
+
+def build_system(store: Store, progress: Progress) -> list[Path]:
+    """The images without which no node starts."""
+    return [build_pause(store, progress), build_coredns(store, progress)]
+
+
+@dataclass(frozen=True)
+class Package:
+    """A Debian package as apt would fetch it: name, file name, checksum line as apt prints it."""
+
+    name: str
+    file: str
+    checksum: str
+
+
+def parse_uris(text: str) -> list[Package]:
+    """What `apt-get --print-uris` prints: 'URI' FILE SIZE CHECKSUM, one package a line, other lines between."""
+    found = re.findall(r"^'[^']*' (\S+)_(\S+)_(\S+)\.deb \d+ (\S*)$", text, flags=re.MULTILINE)
+    return [Package(name, f"{name}_{version}_{machine}.deb", checksum) for name, version, machine, checksum in found]
+
+
+def _apt(settings: Settings, *arguments: str) -> str:
+    """apt-get as if nothing were installed on the machine: it names or fetches all that the packages need, and nothing
+    else (ForceEssential: not the base system either)."""
+    folder = settings.cache / "debs"
+    (folder / "partial").mkdir(parents=True, exist_ok=True)
+    write(folder / "status", "")
+    options = {
+        "Dir::State::status": folder / "status",
+        "Dir::Cache::Archives": folder,
+        "APT::Install-Recommends": "0",
+        "APT::Sandbox::User": "root",
+        "pkgCacheGen::ForceEssential": ",",
+    }
+    words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+    return run(["apt-get", *words, "-y", *arguments, "install", *PYTHON_PACKAGES]).stdout
+
+
+def _python_packages(settings: Settings) -> list[Package]:
+    packages = [package for package in parse_uris(_apt(settings, "--print-uris")) if package.name not in UNWANTED]
+    if not any(re.fullmatch(r"python3\.\d+-minimal", package.name) for package in packages):
+        raise Failure(
+            "apt-get names no Python among the packages for the base image: run `apt-get update` and try again"
+        )
+    return packages
+
+
+def python_version(packages: list[Package]) -> str:
+    """The minor version of Python among packages, for example 3.11."""
+    names = [found[1] for package in packages if (found := re.fullmatch(r"python(3\.\d+)-minimal", package.name))]
+    if len(names) != 1:
+        raise Failure(f"expected one version of Python among the base image's packages, found {names or 'none'}")
+    return names[0]
+
+
+def _rootfs(settings: Settings, packages: list[Package], root: Path) -> None:
+    """Unpacks the packages, without running their scripts, and adds the few files that those would have made."""
+    _apt(settings, "--download-only")
+    for folder in (
+        "usr/bin",
+        "usr/sbin",
+        "usr/lib",
+        "usr/lib64",
+        "etc/ssl/certs",
+        "tmp",
+        "var/tmp",
+        "root",
+        "proc",
+        "sys",
+        "dev",
+    ):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+    for folder in ("tmp", "var/tmp"):
+        (root / folder).chmod(0o1777)
+    for folder in ("bin", "sbin", "lib", "lib64"):
+        (root / folder).symlink_to(f"usr/{folder}")
+    for package in packages:
+        excluded = [f"--exclude=./{folder}" for folder in NOT_IN_IMAGES]
+        with subprocess.Popen(
+            ["dpkg-deb", "--fsys-tarfile", settings.cache / "debs" / package.file], stdout=subprocess.PIPE
+        ) as unpack:
+            extract = ["tar", "-x", "-C", str(root), "--keep-directory-symlink", *excluded]
+            unpacked = subprocess.run(extract, stdin=unpack.stdout, capture_output=True, text=True)
+        if unpack.returncode != 0 or unpacked.returncode != 0:
+            raise Failure(f"unpacking {package.file} failed: {unpacked.stderr}")
+    # The list of applets names busybox itself: a link of that name would replace the program by a link to itself.
+    for applet in run([root / "usr/bin/busybox", "--list"]).stdout.split():
+        if applet != "busybox" and not (root / "usr/bin" / applet).exists():
+            (root / "usr/bin" / applet).symlink_to("busybox")
+    certificates = sorted((root / "usr/share/ca-certificates").rglob("*.crt"))
+    write(root / "etc/ssl/certs/ca-certificates.crt", "".join(file.read_text() for file in certificates))
+    write(root / "etc/passwd", f"root:x:0:0::/root:/bin/sh\nnonroot:x:{USER}:{USER}::/:/bin/false\n")
+    write(root / "etc/group", f"root:x:0:\nnonroot:x:{USER}:\n")
+    write(root / "etc/nsswitch.conf", "hosts: files dns\n")
+    # Hash-based, never checked again: the same bytes each time, and no stale ones when a layer changes times.
+    argv: list[str | Path] = [
+        "chroot",
+        root,
+        "python3",
+        "-m",
+        "compileall",
+        "-q",
+        "--invalidation-mode",
+        "unchecked-hash",
+        "/usr/lib",
+    ]
+    run(argv, check=False)  # some of the library's own test data does not compile, on purpose
+
+
+PYTHON_DOCKERFILE = """\
+FROM scratch
+COPY rootfs/ /
+ENV PATH=/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin LANG=C.UTF-8 SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt
+CMD ["python3"]
+"""
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base image: its name, the Python version in it ("3.11"), a key that changes with its content."""
+
+    reference: str
+    python: str
+    key: str
+
+
+def build_python(store: Store, progress: Progress) -> Base:
+    """The base image localhost/busload-python, in buildah's store and as an archive (tests run it as a plain pod)."""
+    packages = _python_packages(store.settings)
+    version, codename = python_version(packages), os_release().get("VERSION_CODENAME", "unknown")
+    key = digest(
+        RECIPE, Path(__file__), PYTHON_DOCKERFILE, *(f"{package.file} {package.checksum}" for package in packages)
+    )
+    reference = f"localhost/busload-python:{version}-{codename}"
+    if not (store.is_current(reference, key) and store.has(reference)):
+        with progress.step(f"{reference} built"):
+            context = _fresh(store, "python")
+            (context / "rootfs").mkdir()
+            _rootfs(store.settings, packages, context / "rootfs")
+            write(context / "Dockerfile", PYTHON_DOCKERFILE)
+            store.build(reference, context, context / "Dockerfile")
+            store.export(reference, key)
+            shutil.rmtree(context)
+    return Base(reference, version, key)
+
+
+def _fresh(store: Store, name: str) -> Path:
+    """An empty folder for one build."""
+    folder = store.settings.cache / "build" / f"image-{name}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
