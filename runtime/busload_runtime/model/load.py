@@ -1,0 +1,76 @@
+"""Entry points: the text half of a model (HTTP process) and its weights (engine process)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from busload_runtime.model.bundled import resolve_source
+from busload_runtime.model.chat import ChatTemplate, Message, map_texts, unused_mark
+from busload_runtime.model.config import ModelConfig, config_from_metadata
+from busload_runtime.model.errors import ModelError
+from busload_runtime.model.gguf_file import GgufFile, open_gguf
+from busload_runtime.model.tokenizer import TextTokenizer, tokenizer_from_metadata
+
+if TYPE_CHECKING:
+    from busload_runtime.model.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class TextModel:
+    """What is needed to turn requests into token ids and token ids into text. Safe to share between threads."""
+
+    config: ModelConfig
+    tokenizer: TextTokenizer
+    chat: ChatTemplate
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
+        """Token ids of a chat prompt. Control tokens come from the template alone.
+
+        `<|im_end|>` inside a message is the text of these ten characters, so no message can end its own turn.
+        Raises `ChatError` as `chat.render` does.
+        """
+        mark = unused_mark([messages, tools])
+        messages, tools = map_texts([messages, tools], lambda text: self.tokenizer.hide_control(text, mark))
+        return self.tokenizer.encode(self.chat.render(messages, add_generation_prompt, tools), special=True, mark=mark)
+
+
+def load_text_model(source: str) -> TextModel:
+    """Config, tokenizer and chat template of `source` (a GGUF path or `bundled:NAME`), without reading weights.
+
+    Raises `ModelError`; its message is one line for the user.
+    """
+    file = open_gguf(resolve_source(source))
+    tokenizer = tokenizer_from_metadata(file.path, file.metadata)
+    return TextModel(_config(file), tokenizer, _chat(file, tokenizer))
+
+
+def load_weights(source: str) -> "Weights":
+    """All weights of `source` as fp32 arrays. Raises `ModelError`; its message is one line for the user."""
+    from busload_runtime.model.weights import read_weights  # numpy and gguf: only the engine process has use for them
+
+    file = open_gguf(resolve_source(source))
+    return read_weights(file, _config(file))
+
+
+def _config(file: GgufFile) -> ModelConfig:
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens:
+        raise ModelError(f"{file.path}: tokenizer.ggml.tokens is missing; the file has no vocabulary")
+    return config_from_metadata(file.path, file.metadata, len(tokens), tied="output.weight" not in file.tensors)
+
+
+def _chat(file: GgufFile, tokenizer: TextTokenizer) -> ChatTemplate:
+    source = file.metadata.get("tokenizer.chat_template")
+    if source is not None and not isinstance(source, str):
+        raise ModelError(f"{file.path}: tokenizer.chat_template must be a text, got {type(source).__name__}")
+    tokens = file.metadata["tokenizer.ggml.tokens"]
+    names = {}
+    for name in ("bos_token", "eos_token"):
+        index = file.metadata.get(f"tokenizer.ggml.{name}_id")
+        names[name] = "" if index is None else tokens[index]
+    return ChatTemplate(file.path, source, names)
