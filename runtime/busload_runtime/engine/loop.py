@@ -1,0 +1,123 @@
+"""The engine: a scheduler, an executor and a clock. One thread; every method runs between two steps."""
+
+import os
+import time
+from collections.abc import Callable
+
+from busload_runtime.contract import Limits
+from busload_runtime.engine.memory import MemoryPlan
+from busload_runtime.engine.messages import Stats, Submit, TokenOut
+from busload_runtime.engine.plan import Chunk, Plan, SamplingParams
+from busload_runtime.engine.request import Output, Request
+from busload_runtime.engine.scheduler import RequestRefused, Scheduler
+from busload_runtime.engine.statistics import Statistics
+from busload_runtime.executors.contract import Executor
+
+
+class Engine:
+    """Runs requests on one executor. The executor's pool is reserved and sized here.
+
+    Raises `LimitsImpossible` when the limits cannot be run in the memory of `memory`.
+    """
+
+    def __init__(
+        self, executor: Executor, memory: MemoryPlan, limits: Limits, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._executor = executor
+        self._memory = memory
+        self._clock = clock
+        num_blocks = memory.num_blocks(limits)
+        executor.reserve(memory.max_blocks)
+        executor.resize(num_blocks)
+        self._scheduler = Scheduler(limits, executor.block_size, num_blocks)
+        self._statistics = Statistics(clock())
+        # Prefix hits depend on nothing a client can know: digests of this process start from its own secret.
+        self._salt = os.urandom(32)
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    def warm_up(self) -> None:
+        """Computes one real token, outside all counters. Block 0 is blank again afterwards for all the pool knows."""
+        chunk = Chunk(request_id=0, tokens=(0,), start=0, blocks=(0,), sampling=SamplingParams(temperature=0.0))
+        self._executor.run(Plan((chunk,)))
+
+    def submit(self, message: Submit) -> list[TokenOut]:
+        """Queues a request; returns its end when it cannot run."""
+        now = self._advance()
+        vocabulary = self._executor.vocab_size
+        if message.tokens and not 0 <= min(message.tokens) <= max(message.tokens) < vocabulary:
+            return [_refused(message, f"prompt token ids must be from 0 to {vocabulary - 1}")]
+        sent = min(message.submitted_at, now) if message.submitted_at > 0 else now
+        request = Request(
+            request_id=message.request_id,
+            tokens=list(message.tokens),
+            max_tokens=message.max_tokens,
+            min_tokens=message.min_tokens,
+            stop_token_ids=frozenset(message.stop_token_ids),
+            sampling=SamplingParams(message.temperature, message.top_p, message.top_k, message.seed),
+            salt=self._salt,
+            arrived=sent,
+        )
+        try:
+            self._scheduler.add(request)
+        except RequestRefused as refused:
+            return [_refused(message, str(refused))]
+        self._statistics.waited_before(now - sent)
+        return []
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request and frees its blocks; unknown ids are ignored, since a request may end while Abort travels."""
+        self._advance()
+        self._scheduler.abort(request_id)
+
+    def apply(self, limits: Limits) -> list[TokenOut]:
+        """Puts limits in force; returns the ends of requests that fit the pool no more.
+
+        Raises `LimitsImpossible` and changes nothing when they cannot be run.
+        """
+        num_blocks = self._memory.num_blocks(limits)
+        self._advance()
+        self._scheduler.set_limits(limits)
+        if num_blocks == self._scheduler.levels().kv_blocks:
+            return []
+        ended = self._scheduler.resize(num_blocks)
+        self._executor.resize(num_blocks)
+        return [_token_out(output) for output in ended]
+
+    def step(self) -> list[TokenOut]:
+        """Computes one step and returns what it produced. An exception of the executor leaves the engine unusable."""
+        started = self._advance()
+        plan = self._scheduler.plan(started)
+        sampled = self._executor.run(plan)
+        finished = self._advance()
+        executor = self._executor
+        self._statistics.step(
+            finished - started, plan, executor.weight_bytes, executor.bytes_per_block / executor.block_size
+        )
+        return [_token_out(output) for output in self._scheduler.commit(plan, sampled)]
+
+    def stats(self) -> Stats:
+        self._advance()
+        return self._statistics.snapshot(self._scheduler.counters, self._scheduler.levels())
+
+    def _advance(self) -> float:
+        now = self._clock()
+        self._statistics.advance(now, self._scheduler.levels())
+        return now
+
+
+def _refused(message: Submit, error: str) -> TokenOut:
+    return TokenOut(message.request_id, None, "error", error=error)
+
+
+def _token_out(output: Output) -> TokenOut:
+    return TokenOut(
+        output.request_id,
+        output.token,
+        output.finish_reason,
+        output.cached_tokens,
+        output.queue_seconds,
+        output.error,
+    )

@@ -1,0 +1,212 @@
+"""The engine process: `python -m busload_runtime.engine.process`, started by the HTTP process as its child.
+
+Loads the model, sizes the pool, computes one token, says `Ready` and then serves messages between steps. It ignores
+SIGTERM and SIGINT: those reach the whole process group, and it is the HTTP process that drains and then closes the
+socket. Exit codes: 0 the socket was closed; 1 a step failed; 2 the model, the memory or the flags cannot work. Before
+1 and 2 it sends `Failed` with one line.
+"""
+
+import argparse
+import gc
+import json
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from busload_runtime.contract import Limits, LimitsError, parse_limits
+from busload_runtime.engine.link import Link, LinkClosed
+from busload_runtime.engine.loop import Engine
+from busload_runtime.engine.memory import LimitsImpossible, MemoryPlan, find_budget, measure_overhead, private_bytes
+from busload_runtime.engine.messages import (
+    Abort,
+    ApplyLimits,
+    Failed,
+    LimitsApplied,
+    LimitsRefused,
+    Ready,
+    Submit,
+    ToEngine,
+    Tokens,
+)
+from busload_runtime.executors.contract import Executor
+from busload_runtime.model.errors import ModelError
+
+BUSY_STATS_SECONDS = 0.1
+IDLE_STATS_SECONDS = 1.0
+
+LoadExecutor = Callable[[str, str], Executor]
+"""(executor name, model source) -> executor. Raises `ModelError`."""
+
+
+def load_executor(name: str, source: str) -> Executor:
+    from busload_runtime.executors.create import create_executor  # the numeric libraries load only in this process
+    from busload_runtime.model.load import load_weights
+
+    return create_executor(name, load_weights(source))
+
+
+def main(arguments: Sequence[str] | None = None, load: LoadExecutor = load_executor) -> int:
+    options = _parse(arguments)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        link = Link(options.socket)
+    except LinkClosed as closed:
+        print(f"engine: {closed}", file=sys.stderr)
+        return 2
+    try:
+        return _run(link, options, load)
+    except LinkClosed:
+        return 0
+    finally:
+        link.close()
+
+
+def _run(link: Link, options: argparse.Namespace, load: LoadExecutor) -> int:
+    try:
+        engine, ready = start(options.model, options.executor, options.memory, options.limits, load)
+    except (ModelError, LimitsImpossible) as error:
+        link.send(Failed(_one_line(error)))
+        return 2
+    except MemoryError:
+        link.send(
+            Failed(f"not enough memory to load {options.model}: raise the memory limit or choose a smaller model")
+        )
+        return 2
+    except Exception as error:
+        traceback.print_exc()
+        link.send(Failed(f"the engine could not start: {type(error).__name__}: {_one_line(error)}"))
+        return 1
+    link.send(ready)
+    try:
+        serve(link, engine)
+    except LinkClosed:
+        return 0
+    except Exception as error:
+        traceback.print_exc()
+        link.send(Failed(f"an engine step failed: {type(error).__name__}: {_one_line(error)}"))
+    return 1
+
+
+def start(
+    source: str, executor_name: str, memory: int | None, limits: Limits, load: LoadExecutor
+) -> tuple[Engine, Ready]:
+    """Loads, plans the memory, warms up. Raises `ModelError` or `LimitsImpossible`."""
+    started = time.monotonic()
+    before_load = private_bytes()
+    budget = find_budget(memory)
+    executor = load(executor_name, source)
+    plan = MemoryPlan(
+        budget=budget,
+        weights=executor.weight_bytes,
+        overhead=measure_overhead(before_load, executor.weight_bytes),
+        block_size=executor.block_size,
+        bytes_per_block=executor.bytes_per_block,
+        context_length=executor.context_length,
+        activations=executor.activation_bytes,
+    )
+    engine = Engine(executor, plan, limits)
+    engine.warm_up()
+    # What lives now lives for ever: keep the garbage collector from walking over it between steps.
+    gc.collect()
+    gc.freeze()
+    return engine, Ready(
+        context_length=executor.context_length,
+        vocab_size=executor.vocab_size,
+        block_size=executor.block_size,
+        bytes_per_block=executor.bytes_per_block,
+        weight_bytes=executor.weight_bytes,
+        memory_budget_bytes=budget.num_bytes,
+        copy_bandwidth=executor.copy_bandwidth,
+        load_seconds=time.monotonic() - started,
+    )
+
+
+def serve(link: Link, engine: Engine) -> None:
+    """Messages, then one step, for ever. Ends by `LinkClosed`; sleeps in the socket while there is no work."""
+    last_stats = -IDLE_STATS_SECONDS
+    changed = True
+    while True:
+        idle = not engine.has_work
+        due = last_stats + IDLE_STATS_SECONDS - time.monotonic()
+        messages = link.receive(max(0.0, due) if idle and not changed else 0.0)
+        for message in messages:
+            _handle(link, engine, message)
+        changed = changed or bool(messages)
+        if engine.has_work:
+            if outputs := engine.step():
+                link.send(Tokens(outputs))
+            changed = True
+        since = time.monotonic() - last_stats
+        if since >= IDLE_STATS_SECONDS or (changed and (since >= BUSY_STATS_SECONDS or not engine.has_work)):
+            link.send(engine.stats())
+            last_stats = time.monotonic()
+            changed = False
+
+
+def _handle(link: Link, engine: Engine, message: ToEngine) -> None:
+    outputs = []
+    match message:
+        case Submit():
+            outputs = engine.submit(message)
+        case Abort(request_id):
+            engine.abort(request_id)
+        case ApplyLimits():
+            try:
+                outputs = engine.apply(_limits(message))
+            except LimitsImpossible as error:
+                link.send(LimitsRefused(message.generation, str(error)))
+            else:
+                link.send(LimitsApplied(message.generation))
+    if outputs:
+        link.send(Tokens(outputs))
+
+
+def _limits(message: ApplyLimits) -> Limits:
+    return Limits(
+        max_sequence_length=message.max_sequence_length,
+        batch_size=message.batch_size,
+        kv_cache_percent=message.kv_cache_percent,
+        token_budget=message.token_budget,
+        max_queued_requests=message.max_queued_requests,
+        max_queued_tokens=message.max_queued_tokens,
+    )
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m busload_runtime.engine.process",
+        description="Engine process of `busload serve`; connects to a ZeroMQ PAIR that the HTTP process has bound.",
+    )
+    parser.add_argument("--socket", type=Path, required=True, help="Unix socket of the HTTP process")
+    parser.add_argument("--model", required=True, help="bundled:NAME or FILE.gguf")
+    parser.add_argument("--executor", default="reference", help="who computes the steps (default: %(default)s)")
+    parser.add_argument(
+        "--memory", type=int, metavar="BYTES", help="memory budget of both processes (default: cgroup limit, else free)"
+    )
+    parser.add_argument(
+        "--limits",
+        type=_limits_argument,
+        required=True,
+        metavar="JSON",
+        help="the limits to start with: an object of the six fields of a limits document's `default`",
+    )
+    return parser.parse_args(arguments)
+
+
+def _limits_argument(text: str) -> Limits:
+    try:
+        return parse_limits(json.dumps({"generation": 0, "default": json.loads(text)})).default
+    except (LimitsError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

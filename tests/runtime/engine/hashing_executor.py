@@ -1,0 +1,83 @@
+"""An executor whose tokens are hashes of the KV cache as it was really written, so that wrong blocks change the text.
+
+The "keys and values" of a position are a hash of its token and of what lies in the position before it; a drawn token is
+a hash of everything the block table leads to. A stale block, a wrong table, a block shared with other content or read
+before it was written gives another token or a `KeyError`.
+"""
+
+from collections.abc import Sequence
+
+from busload_runtime.engine.plan import Chunk, Plan, Sampled
+
+VOCABULARY = 50_000
+
+
+def _mix(*values: int) -> int:
+    return hash(values) & 0xFFFF_FFFF
+
+
+class HashingExecutor:
+    vocab_size = VOCABULARY
+    weight_bytes = 1 << 20
+    copy_bandwidth = 1e9
+
+    def __init__(self, block_size: int, num_blocks: int = 0, context_length: int = 1 << 20) -> None:
+        self.block_size = block_size
+        self.bytes_per_block = 1024 * block_size
+        self.context_length = context_length
+        self.num_blocks = num_blocks
+        self.steps = 0
+        self._written: dict[tuple[int, int], int] = {}
+
+    def activation_bytes(self, token_budget: int, batch_size: int) -> int:
+        return 1024 * token_budget + 4096 * batch_size
+
+    def reserve(self, max_blocks: int) -> None:
+        self.max_blocks = max_blocks
+
+    def resize(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._written = {place: value for place, value in self._written.items() if place[0] < num_blocks}
+
+    def run(self, plan: Plan) -> Sequence[Sampled]:
+        self.steps += 1
+        self._check(plan)
+        sampled = []
+        for chunk in plan.chunks:
+            for position, token in enumerate(chunk.tokens, chunk.start):
+                before = self._written[self._place(chunk, position - 1)] if position else 0
+                self._written[self._place(chunk, position)] = _mix(token, position, before)
+        for chunk in plan.chunks:
+            if chunk.sampling is not None:
+                content = [self._written[self._place(chunk, position)] for position in range(chunk.length_after)]
+                sampled.append(Sampled(chunk.request_id, draw(content, chunk.sampling.seed, chunk.sample_index)))
+        return sampled
+
+    def _check(self, plan: Plan) -> None:
+        """The promises of a plan."""
+        written: set[int] = set()
+        assert len({chunk.request_id for chunk in plan.chunks}) == len(plan.chunks)
+        for chunk in plan.chunks:
+            assert chunk.tokens
+            assert len(chunk.blocks) == -(-chunk.length_after // self.block_size)
+            assert all(0 <= block < self.num_blocks for block in chunk.blocks)
+            own = set(chunk.blocks[chunk.start // self.block_size :])
+            assert not own & written, "two chunks write one block"
+            written |= own
+
+    def _place(self, chunk: Chunk, position: int) -> tuple[int, int]:
+        return chunk.blocks[position // self.block_size], position % self.block_size
+
+
+def draw(content: Sequence[int], seed: int, sample_index: int) -> int:
+    return _mix(*content, seed, sample_index) % VOCABULARY
+
+
+def expected_text(prompt: Sequence[int], count: int, seed: int) -> list[int]:
+    """What a request of this prompt draws when it is alone in the world: computed without blocks."""
+    tokens, content = list(prompt), []
+    for index in range(count):
+        for position in range(len(content), len(tokens)):
+            content.append(_mix(tokens[position], position, content[-1] if content else 0))
+        tokens.append(draw(content, seed, index))
+    return tokens[len(prompt) :]

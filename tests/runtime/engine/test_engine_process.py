@@ -1,0 +1,285 @@
+"""The engine as a process: its messages, its exit codes, and how it ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+from hashing_executor import expected_text
+
+from busload_runtime.contract import Limits
+from busload_runtime.engine.messages import (
+    Abort,
+    ApplyLimits,
+    Failed,
+    FromEngine,
+    LimitsApplied,
+    LimitsRefused,
+    Ready,
+    Stats,
+    Submit,
+    TokenOut,
+    Tokens,
+)
+
+LIMITS = Limits(1024, 4, 90, 64, 16, 4096)
+SCRIPT = Path(__file__).with_name("engine_process.py")
+
+
+class Peer:
+    """The HTTP process's side."""
+
+    def __init__(self, folder: str, fault: str, *flags: str) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.PAIR)
+        self.socket.bind(f"ipc://{folder}/engine")
+        command = [sys.executable, str(SCRIPT), fault, "--socket", f"{folder}/engine", "--model", "tiny.gguf"]
+        command += ["--limits", json.dumps(LIMITS.to_json()), *flags]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        self.stats: list[Stats] = []
+
+    def send(self, message: object) -> None:
+        self.socket.send(msgspec.msgpack.encode(message))
+
+    def receive(self, seconds: float = 20.0) -> FromEngine:
+        """The next message that is not Stats."""
+        deadline = time.monotonic() + seconds
+        while self.socket.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            message = self.decoder.decode(self.socket.recv())
+            if not isinstance(message, Stats):
+                return message
+            self.stats.append(message)
+        raise TimeoutError("the engine said nothing")
+
+    def ready(self) -> Ready:
+        message = self.receive()
+        assert isinstance(message, Ready), message
+        return message
+
+    def tokens(self, *requests: int) -> dict[int, list[TokenOut]]:
+        """All that comes until these requests have ended."""
+        outputs: dict[int, list[TokenOut]] = {request: [] for request in requests}
+        while not all(out and out[-1].finish_reason for out in outputs.values()):
+            message = self.receive()
+            assert isinstance(message, Tokens), message
+            for output in message.tokens:
+                outputs[output.request_id].append(output)
+        return outputs
+
+    def wait_stats(self, condition: Callable[[Stats], bool], seconds: float = 10.0) -> Stats:
+        deadline = time.monotonic() + seconds
+        while self.socket.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            message = self.decoder.decode(self.socket.recv())
+            if isinstance(message, Stats) and condition(message):
+                return message
+        raise TimeoutError("no such statistics came")
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+        try:
+            self.process.wait(10)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            assert self.process.stderr is not None
+            self.process.stderr.close()
+
+
+Start = Callable[..., Peer]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    peers: list[Peer] = []
+    with tempfile.TemporaryDirectory() as folder:  # short paths: a Unix socket's name has 107 bytes at most
+
+        def starter(fault: str = "none", *flags: str) -> Peer:
+            peers.append(Peer(folder, fault, *flags))
+            return peers[-1]
+
+        yield starter
+        for peer in peers:
+            peer.close()
+
+
+def apply(generation: int, **changes: int) -> ApplyLimits:
+    values = {name: getattr(LIMITS, name) for name in Limits.__slots__} | changes
+    return ApplyLimits(generation=generation, **values)
+
+
+def test_serves_requests_and_reports_them(start: Start) -> None:
+    peer = start("none", "--memory", str(1 << 30))
+    ready = peer.ready()
+    assert (ready.block_size, ready.context_length, ready.memory_budget_bytes) == (16, 4096, 1 << 30)
+    for request in range(6):
+        peer.send(Submit(request, [request, 2, 3], 20, seed=request, submitted_at=time.monotonic()))
+    outputs = peer.tokens(*range(6))
+    for request, output in outputs.items():
+        assert [token.token for token in output] == expected_text([request, 2, 3], 20, request)
+        assert [token.finish_reason for token in output] == [None] * 19 + ["length"]
+    assert outputs[5][0].queue_seconds > 0  # the batch limit is 4
+    stats = peer.wait_stats(lambda stats: stats.running == stats.waiting == 0 and stats.generated_tokens == 120)
+    assert stats.kv_blocks_free == stats.kv_blocks
+    assert stats.bytes_moved > stats.steps * ready.weight_bytes
+    assert stats.busy_seconds > 0
+    assert stats.batch_seconds > 0
+
+
+def test_idle_engine_speaks_each_second_and_burns_no_processor(start: Start) -> None:
+    peer = start()
+    peer.ready()
+    first = peer.wait_stats(lambda stats: True)
+    ticks = os.sysconf("SC_CLK_TCK")
+
+    def processor() -> float:
+        fields = Path(f"/proc/{peer.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / ticks
+
+    before = processor()
+    later = peer.wait_stats(lambda stats: stats.clock > first.clock + 2)
+    assert later.steps == first.steps
+    assert processor() - before < 0.5
+
+
+def test_abort_frees_at_once(start: Start) -> None:
+    peer = start("slow")
+    peer.ready()
+    for request in range(5):
+        peer.send(Submit(request, [1] * 20, 900))
+    peer.wait_stats(lambda stats: stats.running == 4 and stats.waiting == 1)
+    for request in (4, 0, 1, 2, 3, 77):
+        peer.send(Abort(request))
+    stats = peer.wait_stats(lambda stats: stats.running == stats.waiting == 0)
+    assert stats.kv_blocks_free == stats.kv_blocks
+    assert stats.queued_prompt_tokens == 0
+
+
+def test_limits_change_while_requests_run(start: Start) -> None:
+    peer = start("slow", "--memory", str(1 << 30))
+    peer.ready()
+    before = peer.wait_stats(lambda stats: True).kv_blocks
+    for request in range(8):
+        peer.send(Submit(request, [request] * 30, 40, seed=3))
+    peer.wait_stats(lambda stats: stats.running == 4)
+    peer.send(apply(7, batch_size=8, kv_cache_percent=20))
+    answer = peer.receive()
+    while isinstance(answer, Tokens):
+        answer = peer.receive()
+    assert answer == LimitsApplied(7)
+    peer.wait_stats(lambda stats: stats.running == 8 and stats.kv_blocks < before)
+    stats = peer.wait_stats(lambda stats: stats.running == stats.waiting == 0)
+    assert stats.generated_tokens == 8 * 40
+
+
+def test_impossible_limits_are_refused_with_numbers(start: Start) -> None:
+    peer = start()
+    peer.ready()
+    peer.send(apply(3, max_sequence_length=8192))
+    answer = peer.receive()
+    assert answer == LimitsRefused(
+        3, "maxSequenceLength 8192 is above the model's context length 4096: set it to at most 4096"
+    )
+    peer.send(Submit(1, [5], 2))
+    assert peer.tokens(1)[1][-1].finish_reason == "length"
+
+
+def test_a_request_that_cannot_run_is_answered(start: Start) -> None:
+    peer = start()
+    peer.ready()
+    peer.send(Submit(1, [5] * 1024, 2))
+    peer.send(Submit(2, [5, -1], 2))
+    peer.send(Submit(3, [], 2))
+    outputs = peer.tokens(1, 2, 3)
+    errors = [outputs[request][0].error or "" for request in (1, 2, 3)]
+    assert "1024 tokens and maxSequenceLength is 1024" in errors[0]
+    assert "from 0 to 49999" in errors[1]
+    assert "at least 1 prompt token" in errors[2]
+
+
+@pytest.mark.parametrize(
+    ("fault", "flags", "code", "text"),
+    [
+        ("load", (), 2, "tiny.gguf: scripted model error"),
+        ("memory", (), 2, "not enough memory to load tiny.gguf"),
+        (
+            "none",
+            ("--memory", "2000000"),
+            2,
+            "no memory is left for the KV cache: 2 MiB budget (--memory) - 1 MiB weights",
+        ),
+        ("step", (), 1, "an engine step failed: FloatingPointError: scripted fault"),
+    ],
+)
+def test_failures_say_why_in_one_line(start: Start, fault: str, flags: tuple[str, ...], code: int, text: str) -> None:
+    peer = start(fault, *flags)
+    if fault == "step":
+        peer.ready()
+        peer.send(Submit(1, [5], 50))
+    message = peer.receive()
+    while isinstance(message, Tokens):
+        message = peer.receive()
+    assert isinstance(message, Failed)
+    assert text in message.error
+    assert "\n" not in message.error
+    assert peer.process.wait(10) == code
+
+
+def test_signals_are_ignored_and_the_closed_socket_ends_it(start: Start) -> None:
+    peer = start("slow")
+    peer.ready()
+    peer.send(Submit(1, [5], 20))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        peer.process.send_signal(number)
+    assert len(peer.tokens(1)[1]) == 20
+    peer.socket.close(linger=0)
+    assert peer.process.wait(5) == 0
+
+
+def test_ends_when_its_parent_is_killed() -> None:
+    """A parent that only forks the engine and is killed: nobody closes the socket, which lives here."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = zmq.Context()
+        socket = context.socket(zmq.PAIR)
+        socket.bind(f"ipc://{folder}/engine")
+        flags = ["--socket", f"{folder}/engine", "--model", "m", "--limits", json.dumps(LIMITS.to_json())]
+        code = (
+            "import subprocess, sys, time; "
+            f"p = subprocess.Popen([sys.executable, {str(SCRIPT)!r}, 'none', *{flags!r}]); "
+            "print(p.pid, flush=True); time.sleep(60)"
+        )
+        parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        assert parent.stdout is not None
+        engine = int(parent.stdout.readline())
+        assert socket.poll(20_000)  # Ready
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+        deadline = time.monotonic() + 10
+        while Path(f"/proc/{engine}").exists() and "\nState:\tZ" not in _status(engine):
+            assert time.monotonic() < deadline, "the engine outlives its parent"
+            time.sleep(0.05)
+        context.destroy(linger=0)
+
+
+def _status(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return "\nState:\tZ"
+
+
+def test_nobody_listens_or_bad_flags() -> None:
+    limits = json.dumps(LIMITS.to_json() | {"batchSize": 0})
+    command = [sys.executable, str(SCRIPT), "none", "--socket", "/nowhere/engine", "--model", "m", "--limits", limits]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert result.returncode == 2
+    assert "default.batchSize must be an integer from 1 to 4096, got 0" in result.stderr
