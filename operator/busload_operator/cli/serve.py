@@ -1,0 +1,122 @@
+"""`busload serve`: one model behind the OpenAI API."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_LIMITS = "Limits (change while running with --limits-file)"
+_PROCESS = "Process"
+
+
+def command(
+    model: Annotated[
+        str,
+        typer.Option(help="What to serve: bundled:NAME (a model from a Python package) or the path of a GGUF file."),
+    ] = "bundled:smollm2-135m-instruct",
+    served_model_name: Annotated[
+        str, typer.Option(help="Name in the API.", show_default="the name or file name of --model")
+    ] = "",
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port; 0 takes a free one.")] = 8000,
+    executor: Annotated[str, typer.Option(help="What computes: reference (numpy, portable).")] = "reference",
+    memory: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="BYTES",
+            help="Memory the runtime may use in all.",
+            show_default="the container's limit, else what is free",
+        ),
+    ] = None,
+    limits_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON limits document, watched: an edit applies between two steps and loses no request. "
+            "Replaces the six limits flags."
+        ),
+    ] = None,
+    pod_name: Annotated[
+        str, typer.Option(envvar="POD_NAME", help="Own name, to find out whether a trial in the limits file is ours.")
+    ] = "",
+    max_sequence_length: Annotated[
+        int, typer.Option(rich_help_panel=_LIMITS, help="Prompt plus output tokens of one request.")
+    ] = 2048,
+    batch_size: Annotated[
+        int, typer.Option(rich_help_panel=_LIMITS, help="Requests computed together in one step.")
+    ] = 8,
+    kv_cache_percent: Annotated[
+        int,
+        typer.Option(
+            rich_help_panel=_LIMITS, help="Share of the memory left after weights that holds the KV cache, 1 to 100."
+        ),
+    ] = 90,
+    token_budget: Annotated[
+        int,
+        typer.Option(
+            rich_help_panel=_LIMITS,
+            help="Tokens computed in one step: smaller keeps streams smooth, larger reads prompts faster.",
+        ),
+    ] = 512,
+    max_queued_requests: Annotated[
+        int, typer.Option(rich_help_panel=_LIMITS, help="Requests that may wait; one more gets 429.")
+    ] = 256,
+    max_queued_tokens: Annotated[
+        int, typer.Option(rich_help_panel=_LIMITS, help="Prompt tokens that may wait; more get 429.")
+    ] = 262144,
+    drain_seconds: Annotated[
+        float,
+        typer.Option(
+            min=0, rich_help_panel=_PROCESS, help="After SIGTERM: time for running and queued requests to finish."
+        ),
+    ] = 30.0,
+    engine_timeout: Annotated[
+        float,
+        typer.Option(
+            min=1,
+            rich_help_panel=_PROCESS,
+            help="Seconds without a finished step while requests wait, after which the engine counts as dead.",
+        ),
+    ] = 60.0,
+) -> None:
+    """Serve one model through the OpenAI API with continuous batching.
+
+    Answers /v1/chat/completions, /v1/completions and /v1/models; /metrics for Prometheus;
+    /health/startup, /health/ready and /health/live for probes.
+
+    SIGTERM drains: new requests get 503, running ones finish, exit code 0. SIGUSR1 quiesces: not ready any more,
+    still serving. Exit code 1: the engine died. Exit code 2: a flag, the model or the limits are wrong.
+
+    Example: busload serve --model bundled:smollm2-135m-instruct --batch-size 16
+    """
+    from busload_runtime.contract import Limits
+    from busload_runtime.server.lifecycle import serve
+    from busload_runtime.server.options import ServeOptions
+
+    options = ServeOptions(
+        model=model,
+        served_model_name=served_model_name or _name_of(model),
+        host=host,
+        port=port,
+        executor=executor,
+        memory=memory,
+        limits_file=limits_file,
+        pod_name=pod_name,
+        limits=Limits(
+            max_sequence_length=max_sequence_length,
+            batch_size=batch_size,
+            kv_cache_percent=kv_cache_percent,
+            token_budget=token_budget,
+            max_queued_requests=max_queued_requests,
+            max_queued_tokens=max_queued_tokens,
+        ),
+        drain_seconds=drain_seconds,
+        engine_timeout=engine_timeout,
+    )
+    raise typer.Exit(serve(options))
+
+
+def _name_of(model: str) -> str:
+    """`bundled:NAME` is NAME, `/models/FILE.gguf` is FILE."""
+    prefix, colon, name = model.partition(":")
+    return name if colon and prefix == "bundled" else Path(model).stem

@@ -1,0 +1,237 @@
+"""The road both endpoints share: admit, read, check, tokenise, submit, and answer whole or as a stream."""
+
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from busload_runtime.engine.messages import Ready
+from busload_runtime.server.disconnect import ClientGoneError, until_disconnect
+from busload_runtime.server.edge import Trace
+from busload_runtime.server.errors import ApiError
+from busload_runtime.server.generation import Choice, Generation, Piece
+from busload_runtime.server.protocol import Sampled, decode_request
+from busload_runtime.server.sampling import submits_of
+from busload_runtime.server.service import Service
+from busload_runtime.server.text import TextStream
+from busload_runtime.server.tokenise import PromptEncoder
+
+# Far above any prompt that fits a sequence limit of today, low enough that reading and checking it never stalls health.
+MAX_BODY_BYTES = 32 * 2**20
+_CLIENT_CLOSED = 499  # the customary status for "nobody reads this"; only the log sees it
+
+Body = TypeVar("Body", bound=Sampled)
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint(Generic[Body]):
+    """What differs between completions and chat."""
+
+    body: type[Body]
+    id_prefix: str
+    object: str
+    chunk_object: str
+    tokenise: Callable[[Body, PromptEncoder, int], Coroutine[Any, Any, list[list[int]]]]
+    """Token ids of each prompt; the number is the sequence limit. Raises `ApiError`."""
+    lead: Callable[[Body, PromptEncoder, list[int]], str]
+    """Text in front of a choice (echo)."""
+    opening: Callable[[int], Json | None]
+    """The choice object of the first chunk of a stream, if there is one before any text."""
+    delta: Callable[[int, str, str | None], Json]
+    """The choice object of a chunk."""
+    whole: Callable[[int, str, str], Json]
+    """The choice object of an answer in one piece."""
+
+
+async def answer(endpoint: Endpoint[Body], service: Service, request: Request) -> Response:
+    """Answers one HTTP request. Raises `ApiError` for every refusal."""
+    trace: Trace = request.state.trace
+    try:
+        return await _Call(endpoint, service, request, trace).run()
+    except ApiError as error:
+        trace.reason = error.code or error.reason or "error"
+        if error.reason is not None:
+            service.metrics.refused(error.reason)
+        raise
+    except ClientGoneError:
+        trace.reason = "disconnected"
+        return Response(status_code=_CLIENT_CLOSED)
+
+
+class _Call(Generic[Body]):
+    """One request on the road."""
+
+    def __init__(self, endpoint: Endpoint[Body], service: Service, request: Request, trace: Trace) -> None:
+        self.endpoint = endpoint
+        self.service = service
+        self.request = request
+        self.trace = trace
+        self.created = int(time.time())
+        self.leads: list[str] = []
+        self.generation = Generation(service.engine, service.admission, service.metrics, trace)
+
+    async def run(self) -> Response:
+        # The seat comes first: a full queue refuses before the body is read, let alone tokenised.
+        text, ready = self.service.loaded()
+        self.service.admission.take(1)
+        seats = 1
+        streaming = False
+        try:
+            body = decode_request(await read_body(self.request), self.endpoint.body)
+            self.service.check_model(body.model)
+            receive = self.request.receive
+            prompts = await until_disconnect(
+                receive, self.endpoint.tokenise(body, text, self.service.limits.max_sequence_length)
+            )
+            choices = len(prompts) * (body.n or 1)
+            self.service.admission.take(choices - 1)
+            seats = choices
+            self._submit(body, prompts, text, ready)
+            if not body.stream:
+                return await until_disconnect(receive, self._whole(body))
+            stream = _EventStream(await until_disconnect(receive, self._begin(body)), self._close)
+            streaming = True
+            return stream
+        finally:
+            if not self.generation.choices:
+                self.service.admission.leave(seats)
+            if not streaming:
+                self._close()
+
+    def _submit(self, body: Body, prompts: list[list[int]], text: PromptEncoder, ready: Ready) -> None:
+        submits = submits_of(
+            body, prompts, self.service.limits, ready, text.model.tokenizer.eos_ids, self.service.engine
+        )
+        n = body.n or 1
+        self.leads = [lead for prompt in prompts for lead in [self.endpoint.lead(body, text, prompt)] * n]
+        self.trace.prompt_tokens = sum(map(len, prompts))
+        stop, min_tokens, token_bytes = body.stop_strings(), body.min_tokens or 0, text.model.tokenizer.token_bytes
+        self.generation.submit(submits, lambda: TextStream(token_bytes, stop, min_tokens))
+
+    async def _whole(self, body: Body) -> Response:
+        texts = list(self.leads)
+        reasons = [""] * len(texts)
+        async for piece in self.generation.pieces():
+            texts[piece.index] += piece.text
+            reasons[piece.index] = piece.finish_reason or ""
+        choices = [self.endpoint.whole(i, texts[i], reasons[i]) for i in range(len(texts))]
+        content = self._envelope(self.endpoint.object, choices) | {"usage": self._usage(body.n or 1)}
+        return Response(msgspec.json.encode(content), media_type="application/json")
+
+    async def _begin(self, body: Body) -> AsyncIterator[bytes]:
+        """Waits for the first piece, so that what goes wrong before it is a status code and not half a stream."""
+        pieces = self.generation.pieces()
+        first = await anext(pieces)
+        return self._events(body, first, pieces)
+
+    async def _events(self, body: Body, first: Piece, pieces: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
+        usage: Json = {"usage": None} if body.wants_usage() else {}
+
+        def chunk(choice: Json) -> bytes:
+            return _event(self._envelope(self.endpoint.chunk_object, [choice]) | usage)
+
+        for index, lead in enumerate(self.leads):
+            if (opening := self.endpoint.opening(index)) is not None:
+                yield chunk(opening)
+            if lead:
+                yield chunk(self.endpoint.delta(index, lead, None))
+        try:
+            yield chunk(self.endpoint.delta(first.index, first.text, first.finish_reason))
+            async for piece in pieces:
+                yield chunk(self.endpoint.delta(piece.index, piece.text, piece.finish_reason))
+        except ApiError as error:
+            self.trace.reason = error.code
+            yield _event(error.body())
+            return
+        if body.wants_usage():
+            yield _event(
+                self._envelope(self.endpoint.chunk_object, []) | {"usage": self._usage(body.n or 1)},
+            )
+        yield b"data: [DONE]\n\n"
+
+    def _close(self) -> None:
+        self.generation.close()
+        if self.generation.choices:
+            self.trace.output_tokens = self.generation.output_tokens
+            if self.trace.reason is None:
+                reasons = [choice.finish_reason or "" for choice in self.generation.choices]
+                self.trace.reason = ",".join(dict.fromkeys(reasons))
+
+    def _envelope(self, kind: str, choices: list[Json]) -> Json:
+        return {
+            "id": f"{self.endpoint.id_prefix}-{self.trace.id}",
+            "object": kind,
+            "created": self.created,
+            "model": self.service.model_name,
+            "choices": choices,
+        }
+
+    def _usage(self, n: int) -> Json:
+        """Token counts. A prompt counts once however many choices it has; so do its cached tokens."""
+        prompts: list[Choice] = self.generation.choices[::n]
+        prompt_tokens = sum(choice.prompt_tokens for choice in prompts)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": self.generation.output_tokens,
+            "total_tokens": prompt_tokens + self.generation.output_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in prompts)},
+        }
+
+
+class _EventStream(Response):
+    """Server-sent events; `close` runs once the client has everything or has left."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_disconnect(receive, self._send(send))
+        except ClientGoneError:
+            scope["state"]["trace"].reason = "disconnected"
+        finally:
+            self._close()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def read_body(request: Request) -> bytes:
+    """The body. Raises `ApiError` 413 when it is too large, before anything of it is parsed."""
+    declared = request.headers.get("content-length", "")
+    too_large = declared.isdecimal() and int(declared) > MAX_BODY_BYTES
+    chunks: list[bytes] = []
+    size = 0
+    if not too_large:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > MAX_BODY_BYTES:
+                too_large = True
+                break
+            chunks.append(chunk)
+    if too_large:
+        raise ApiError(
+            413,
+            f"the body is larger than {MAX_BODY_BYTES} bytes; send a shorter prompt or fewer prompts per request",
+            code="request_too_large",
+            reason="invalid",
+        )
+    return b"".join(chunks)
+
+
+def _event(content: Json) -> bytes:
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"

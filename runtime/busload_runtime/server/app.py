@@ -1,0 +1,92 @@
+"""The FastAPI app: routes, and errors in one shape whatever went wrong."""
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp
+
+from busload_runtime.server import metrics
+from busload_runtime.server.answer import answer
+from busload_runtime.server.chat import CHAT
+from busload_runtime.server.completions import COMPLETIONS
+from busload_runtime.server.edge import Edge
+from busload_runtime.server.errors import ApiError
+from busload_runtime.server.health import health_routes
+from busload_runtime.server.service import Service
+
+
+def build_app(service: Service) -> ASGIApp:
+    """The ASGI app of `busload serve`."""
+    app = FastAPI(title="busload", docs_url=None, redoc_url=None, openapi_url=None)
+    app.include_router(health_routes(service))
+    _add_api(app, service)
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_crash)
+    return Edge(app, service)
+
+
+def _add_api(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await answer(COMPLETIONS, service, request)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await answer(CHAT, service, request)
+
+    @app.get("/v1/models")
+    async def models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [_model(service)]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> JSONResponse:
+        service.check_model(name)
+        return JSONResponse(_model(service))
+
+    @app.get("/metrics")
+    async def scrape() -> Response:
+        return Response(service.metrics.render(), media_type=metrics.CONTENT_TYPE)
+
+
+def _model(service: Service) -> dict[str, object]:
+    return {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "busload",
+        "max_model_len": service.limits.max_sequence_length,
+    }
+
+
+def _respond(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body(), status_code=error.status, headers=error.headers())
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _respond(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path, method = request.url.path[:200], request.method
+    if error.status_code == 404:
+        return _respond(
+            ApiError(
+                404,
+                f"there is no {method} {path}; see /v1/models, /v1/completions, /v1/chat/completions",
+                code="not_found",
+            )
+        )
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        response = _respond(ApiError(405, f"{path} takes {allowed}, not {method}", code="method_not_allowed"))
+        response.headers["allow"] = allowed
+        return response
+    return _respond(ApiError(error.status_code, str(error.detail)))
+
+
+async def _on_crash(request: Request, error: Exception) -> Response:
+    return _respond(ApiError(500, "the server failed on this request; its log says why", code="internal_error"))

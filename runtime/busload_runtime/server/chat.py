@@ -1,0 +1,54 @@
+"""`POST /v1/chat/completions`."""
+
+from typing import Any
+
+from busload_runtime.server.answer import Endpoint, Json
+from busload_runtime.server.errors import invalid
+from busload_runtime.server.protocol import ChatRequest, Message
+from busload_runtime.server.tokenise import PromptEncoder
+
+
+async def _tokenise(body: ChatRequest, text: PromptEncoder, limit: int) -> list[list[int]]:
+    messages = [_plain(message, i) for i, message in enumerate(body.messages)]
+    return [await text.encode_chat(messages, limit)]
+
+
+def _plain(message: Message, position: int) -> dict[str, Any]:
+    """The message with its content as one string, which every chat template understands."""
+    content = message.content
+    if isinstance(content, list):
+        for i, part in enumerate(content):
+            if part.type != "text" or part.text is None:
+                param = f"messages[{position}].content[{i}]"
+                raise invalid(f"{param} has type {part.type[:40]!r}; this model reads only text parts", param)
+        content = "".join(part.text or "" for part in content)
+    # "developer" is the newer name of the system role; templates know the older one.
+    role = "system" if message.role == "developer" else message.role
+    return {"role": role, "content": content or ""}
+
+
+def _opening(index: int) -> Json:
+    return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+
+
+def _delta(index: int, text: str, finish_reason: str | None) -> Json:
+    delta = {"content": text} if text or finish_reason is None else {}
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+
+
+def _whole(index: int, text: str, finish_reason: str) -> Json:
+    message = {"role": "assistant", "content": text, "refusal": None}
+    return {"index": index, "message": message, "logprobs": None, "finish_reason": finish_reason}
+
+
+CHAT = Endpoint(
+    body=ChatRequest,
+    id_prefix="chatcmpl",
+    object="chat.completion",
+    chunk_object="chat.completion.chunk",
+    tokenise=_tokenise,
+    lead=lambda body, text, prompt: "",
+    opening=_opening,
+    delta=_delta,
+    whole=_whole,
+)

@@ -1,0 +1,86 @@
+"""The outermost layer of the app: arrival time, request id, connection closing, one log line per request."""
+
+import json
+import secrets
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from busload_runtime.server.service import Service
+
+# Asked for every few seconds by probes and scrapers: logged only when they fail.
+_QUIET_PATHS = ("/health/", "/metrics")
+
+
+@dataclass(slots=True)
+class Trace:
+    """One HTTP request as the log line tells it. Routes fill in what they know; prompt text is never part of it."""
+
+    id: str
+    arrival: float
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    queue_seconds: float | None = None
+    first_token_seconds: float | None = None
+    reason: str | None = None
+
+
+class Edge:
+    """ASGI middleware around the whole app (plain ASGI, so that streaming and disconnects pass untouched)."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        # A client's own request id is never used as a key: two live requests may carry the same one.
+        trace = Trace(secrets.token_hex(16), time.monotonic())
+        scope.setdefault("state", {})["trace"] = trace
+        status = 0
+
+        async def send_marked(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = trace.id
+                if self._service.quiescing:
+                    headers["connection"] = "close"
+            await send(message)
+
+        self._service.open_responses += 1
+        try:
+            await self._app(scope, receive, send_marked)
+        finally:
+            self._service.open_responses -= 1
+            if status != 200 or not scope["path"].startswith(_QUIET_PATHS):
+                log_request(scope, status, trace)
+
+
+def log_request(scope: Scope, status: int, trace: Trace) -> None:
+    """Writes the JSON line. `status` 0: the client left before there was one."""
+    line: dict[str, Any] = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "id": trace.id,
+        "method": scope["method"],
+        "path": scope["path"][:200],
+        "status": status,
+        "prompt_tokens": trace.prompt_tokens,
+        "output_tokens": trace.output_tokens,
+        "queue_seconds": _rounded(trace.queue_seconds),
+        "ttft_seconds": _rounded(trace.first_token_seconds),
+        "seconds": _rounded(time.monotonic() - trace.arrival),
+        "reason": trace.reason,
+    }
+    print(json.dumps({key: value for key, value in line.items() if value is not None}), file=sys.stderr, flush=True)
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 4)

@@ -1,0 +1,58 @@
+"""Errors as the OpenAI API words them: {"error": {"message", "type", "param", "code"}}."""
+
+from typing import Any, Literal
+
+RefusalReason = Literal["invalid", "too_long", "queue_full", "draining"]
+
+
+class StartupError(Exception):
+    """`busload serve` cannot start: one line that says what is wrong and what to do; exit code 2."""
+
+
+class ApiError(Exception):
+    """An answer other than 2xx. `reason` is the label under which the refusal is counted, if it is one."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        reason: RefusalReason | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.reason = reason
+        self.retry_after = retry_after
+
+    @property
+    def type(self) -> str:
+        if self.status == 429:
+            return "rate_limit_error"
+        return "invalid_request_error" if self.status < 500 else "server_error"
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """A 400 for a request that can never work as it is."""
+    return ApiError(400, message, param=param, code=code, reason="invalid")
+
+
+def too_long(message: str, param: str) -> ApiError:
+    """A 400 for a prompt that does not fit the sequence limit."""
+    return ApiError(400, message, param=param, code="context_length_exceeded", reason="too_long")
+
+
+def engine_failed(message: str) -> ApiError:
+    """The engine died, fell silent or failed on this request."""
+    return ApiError(500, message, code="engine_error")

@@ -1,0 +1,141 @@
+"""The sequences of one HTTP request on their way through the engine: submit, tokens to text, measure, abort."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from busload_runtime.engine.messages import Submit, TokenOut
+from busload_runtime.server.admission import Admission
+from busload_runtime.server.edge import Trace
+from busload_runtime.server.engine_client import EngineClient
+from busload_runtime.server.errors import engine_failed
+from busload_runtime.server.metrics import Metrics
+from busload_runtime.server.text import TextStream
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """News of one choice: text (maybe none), and with the last piece why it ended."""
+
+    index: int
+    text: str
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Choice:
+    """One sequence: its way from submission to its last token."""
+
+    index: int
+    request_id: int
+    prompt_tokens: int
+    text: TextStream
+    submitted_at: float
+    waits: bool = True
+    finish_reason: str | None = None
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    last_token_at: float = 0.0
+
+
+@dataclass(slots=True)
+class Generation:
+    """All choices of one HTTP request. The owner iterates it once and calls `close` in every case.
+
+    Expects a seat taken for each choice; from `submit` on the seats are its own, given back as each choice ends.
+    """
+
+    engine: EngineClient
+    admission: Admission
+    metrics: Metrics
+    trace: Trace
+    choices: list[Choice] = field(default_factory=list)
+    _pieces: asyncio.Queue[Piece] = field(default_factory=asyncio.Queue)
+
+    def submit(self, submits: Sequence[Submit], text: Callable[[], TextStream]) -> None:
+        """Sends the sequences to the engine, in the order of the choices. Raises `ApiError` 429 or 500."""
+        self.admission.queue_tokens(sum(len(submit.tokens) for submit in submits))
+        now = time.monotonic()
+        self.choices = [
+            Choice(index, submit.request_id, len(submit.tokens), text(), submitted_at=now)
+            for index, submit in enumerate(submits)
+        ]
+        for choice, submit in zip(self.choices, submits, strict=True):
+            self.metrics.arrived.inc()
+            self.metrics.prompt_tokens_arrived.inc(choice.prompt_tokens)
+            self.metrics.prompt_length.observe(choice.prompt_tokens)
+            self.engine.submit(submit, partial(self._on_token, choice))
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Pieces of all choices as they come, until each has ended. Raises `ApiError` when the engine failed one."""
+        open_choices = len(self.choices)
+        while open_choices:
+            piece = await self._pieces.get()
+            if piece.error is not None:
+                raise engine_failed(piece.error)
+            open_choices -= piece.finish_reason is not None
+            yield piece
+
+    def close(self) -> None:
+        """Aborts what has not ended."""
+        for choice in self.choices:
+            if choice.finish_reason is None:
+                self.engine.abort(choice.request_id)
+                self._end(choice, "abort")
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(choice.output_tokens for choice in self.choices)
+
+    def _on_token(self, choice: Choice, out: TokenOut) -> None:
+        """Runs for every token, at once: latency is measured here and a stop string frees the seat without delay."""
+        text = ""
+        if out.token is not None:
+            self._measure(choice, out)
+            choice.output_tokens += 1
+            if out.finish_reason != "stop":  # the token that ends a sequence is not part of its text
+                text = choice.text.push(out.token)
+        if choice.text.stopped:
+            self.engine.abort(choice.request_id)
+            reason = "stop"
+        elif out.finish_reason is None:
+            if text:
+                self._pieces.put_nowait(Piece(choice.index, text))
+            return
+        else:
+            text += choice.text.finish()
+            reason = out.finish_reason
+        self._end(choice, reason)
+        error = (out.error or "the engine failed on this request") if reason == "error" else None
+        self._pieces.put_nowait(Piece(choice.index, text, reason, error))
+
+    def _measure(self, choice: Choice, out: TokenOut) -> None:
+        now = time.monotonic()
+        if choice.output_tokens == 0:
+            self._no_longer_waits(choice)
+            choice.cached_tokens = out.cached_tokens
+            first = now - self.trace.arrival
+            waited = choice.submitted_at - self.trace.arrival + out.queue_seconds
+            self.metrics.queue_wait.observe(waited)
+            self.metrics.time_to_first_token.observe(first)
+            if self.trace.first_token_seconds is None:
+                self.trace.first_token_seconds = first
+                self.trace.queue_seconds = waited
+        else:
+            self.metrics.inter_token_latency.observe(now - choice.last_token_at)
+        choice.last_token_at = now
+
+    def _no_longer_waits(self, choice: Choice) -> None:
+        if choice.waits:
+            choice.waits = False
+            self.admission.unqueue_tokens(choice.prompt_tokens)
+
+    def _end(self, choice: Choice, reason: str) -> None:
+        choice.finish_reason = reason
+        self._no_longer_waits(choice)
+        self.admission.leave(finished=reason in ("stop", "length"))
+        self.metrics.finished(reason)
+        self.metrics.output_length.observe(choice.output_tokens)

@@ -1,0 +1,278 @@
+"""The life of `busload serve`: start the engine, serve, quiesce, drain, exit with a code that says why."""
+
+import asyncio
+import contextlib
+import gc
+import json
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+import uvloop
+
+from busload_runtime.contract import LimitsDocument
+from busload_runtime.model.errors import ModelError
+from busload_runtime.model.load import load_text_model
+from busload_runtime.server.admission import Admission
+from busload_runtime.server.app import build_app
+from busload_runtime.server.engine_client import EngineClient
+from busload_runtime.server.errors import StartupError
+from busload_runtime.server.limits_watch import LimitsWatch
+from busload_runtime.server.metrics import Metrics
+from busload_runtime.server.options import ServeOptions
+from busload_runtime.server.service import Service
+from busload_runtime.server.tokenise import PromptEncoder
+
+EXIT_OK, EXIT_ENGINE, EXIT_USAGE = 0, 1, 2
+_PROGRESS_SECONDS = 2.0
+# Open streams get this long to receive their error event, and idle connections to close, before the process ends.
+_GOODBYE_SECONDS = 3
+
+
+def serve(options: ServeOptions) -> int:
+    """Runs until told to stop; the exit code. Prints one line on stderr for anything that keeps it from starting."""
+    try:
+        document = options.first_document()
+        listener = _listen(options.host, options.port)
+        with contextlib.closing(listener), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_Serve(options, document, listener).run())
+    except StartupError as error:
+        say(str(error))
+        return EXIT_USAGE
+
+
+def say(text: str) -> None:
+    """One line for the person or the log that watches the start."""
+    print(f"busload serve: {text}", file=sys.stderr, flush=True)
+
+
+class _Serve:
+    """One run. The engine process is a child; it ends when this process closes the socket, or dies."""
+
+    def __init__(self, options: ServeOptions, document: LimitsDocument, listener: socket.socket) -> None:
+        self._options = options
+        self._document = document
+        self._limits = document.for_pod(options.pod_name)
+        self._listener = listener
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._engine: asyncio.subprocess.Process | None = None
+        self._started = time.monotonic()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._startup_done = False
+
+    async def run(self) -> int:
+        directory = Path(tempfile.mkdtemp(prefix="busload-"))  # private: mode 0700
+        try:
+            return await self._run(str(directory / "engine.sock"))
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            if self._engine is not None and self._engine.returncode is None:
+                self._engine.kill()
+                await self._engine.wait()
+            shutil.rmtree(directory, ignore_errors=True)
+
+    async def _run(self, socket_path: str) -> int:
+        options = self._options
+        metrics = Metrics(options.served_model_name, self._limits, self._document.generation)
+        admission = Admission(self._limits)
+        client = EngineClient(socket_path, options.engine_timeout, lambda stats: service.on_stats(stats))
+        service = Service(options.served_model_name, metrics, admission, client)
+        self._handle_signals(service)
+        client.start()
+        server = _Server(uvicorn.Config(build_app(service), **_UVICORN))
+        serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+        try:
+            await self._spawn_engine(socket_path)
+            metrics.engine_pid = self._engine.pid if self._engine else None
+            self._spawn(self._watch_engine(client))
+            if not await self._load(service):
+                return EXIT_OK
+            self._announce()
+            if options.limits_file is not None:
+                self._spawn(LimitsWatch(options.limits_file, options.pod_name, service, self._document).run())
+            await _first(self._stop.wait(), _settled(client.failed))
+            if not client.alive:
+                say(f"the engine is gone: {client.failed.result()}")
+                await self._wait_for_responses(service, _GOODBYE_SECONDS)
+                return EXIT_ENGINE
+            return await self._drain(service)
+        finally:
+            server.should_exit = True
+            await serving
+            await client.close()
+
+    async def _load(self, service: Service) -> bool:
+        """Waits for tokeniser and engine. False: told to stop meanwhile. Raises `StartupError`."""
+        source, client = self._options.model, service.engine
+        self._spawn(self._progress())
+        text = asyncio.create_task(asyncio.to_thread(load_text_model, source))
+        try:
+            await _first(self._stop.wait(), _settled(client.failed), _settled(text))
+            if self._stop.is_set():
+                return False
+            if text.done():
+                service.text = PromptEncoder(text.result())
+                await _first(self._stop.wait(), _settled(client.failed), _settled(client.ready))
+        except ModelError as error:
+            raise StartupError(str(error)) from None
+        if self._stop.is_set():
+            return False
+        if not client.ready.done():
+            raise StartupError(client.failed.result())
+        service.ready = service.metrics.ready = client.ready.result()
+        self._startup_done = True
+        # What lives now lives on: keep the garbage collector from walking over it while tokens stream.
+        gc.collect()
+        gc.freeze()
+        return True
+
+    async def _drain(self, service: Service) -> int:
+        """Refuses new requests and waits for the running ones."""
+        service.quiescing = service.admission.draining = True
+        say(f"draining: {service.engine.live} sequences run or wait, at most {self._options.drain_seconds:g} s")
+        if not await self._wait_for_responses(service, self._options.drain_seconds):
+            say(f"drain time is over: {service.engine.live} sequences are cut off with an error")
+            service.engine.fail("the server shut down before this request was finished")
+            await self._wait_for_responses(service, _GOODBYE_SECONDS)
+        say("stopped")
+        return EXIT_OK
+
+    async def _wait_for_responses(self, service: Service, seconds: float) -> bool:
+        """Whether all work was done within the time."""
+        deadline = time.monotonic() + seconds
+        while service.admission.live or service.open_responses:
+            if time.monotonic() > deadline or self._hurry.is_set():
+                return False
+            await asyncio.sleep(0.05)
+        return True
+
+    def _handle_signals(self, service: Service) -> None:
+        loop = asyncio.get_running_loop()
+
+        def quiesce() -> None:
+            if not service.quiescing:
+                say("quiescing: not ready any more, still serving")
+            service.quiescing = True
+
+        def stop() -> None:
+            service.quiescing = service.admission.draining = True
+            if self._stop.is_set() and interactive:
+                self._hurry.set()
+            self._stop.set()
+
+        interactive = False
+
+        def interrupt() -> None:  # the second Ctrl-C does not wait
+            nonlocal interactive
+            interactive = True
+            stop()
+
+        loop.add_signal_handler(signal.SIGUSR1, quiesce)
+        loop.add_signal_handler(signal.SIGTERM, stop)
+        loop.add_signal_handler(signal.SIGINT, interrupt)
+
+    async def _spawn_engine(self, socket_path: str) -> None:
+        options = self._options
+        command = [sys.executable, "-m", "busload_runtime.engine.process", "--socket", socket_path]
+        command += ["--model", options.model, "--executor", options.executor]
+        command += ["--limits", json.dumps(self._limits.to_json())]
+        if options.memory is not None:
+            command += ["--memory", str(options.memory)]
+        self._engine = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
+
+    async def _watch_engine(self, client: EngineClient) -> None:
+        """Tells the client when the engine process ends."""
+        assert self._engine is not None
+        code = await self._engine.wait()
+        await asyncio.sleep(0.2)  # its last message, if any, says more than the exit code: let it arrive first
+        client.fail(f"the engine process {_how_it_ended(code)}")
+
+    async def _progress(self) -> None:
+        while not self._startup_done:
+            say(f"loading {self._options.model} ({time.monotonic() - self._started:.0f} s)")
+            await asyncio.sleep(_PROGRESS_SECONDS)
+
+    def _announce(self) -> None:
+        host = self._options.host if self._options.host not in ("0.0.0.0", "::", "") else "127.0.0.1"
+        port = self._listener.getsockname()[1]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        name = self._options.served_model_name
+        body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Say hello."}]})
+        say(f"{name} is ready after {time.monotonic() - self._started:.1f} s at {url}; try")
+        print(
+            f"  curl {url}/chat/completions -H 'Content-Type: application/json' -d '{body}'",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.add(asyncio.create_task(work))
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handling: draining is ours."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+_UVICORN: dict[str, Any] = {
+    "http": "httptools",
+    "lifespan": "off",
+    "access_log": False,
+    "log_level": "warning",
+    "server_header": False,
+    # Longer than the pools of usual clients and proxies keep a connection, so that they close it first.
+    "timeout_keep_alive": 75,
+    "timeout_graceful_shutdown": _GOODBYE_SECONDS,
+    "backlog": 2048,
+}
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """The listening socket, made before anything slow. Raises `StartupError`."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise StartupError(
+            f"--host {host} --port {port}: {error.strerror or error}; choose another with --port (0 takes a free one)"
+        ) from None
+    return listener
+
+
+def _how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name
+    hint = "; out of memory? compare --memory with the memory limit" if -code == signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"
+
+
+async def _settled(future: asyncio.Future[Any]) -> None:
+    """Waits until a future is done, without taking its result."""
+    await asyncio.wait((future,))
+
+
+async def _first(*works: Coroutine[Any, Any, Any]) -> None:
+    """Waits until one of them is done and drops the others."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,77 @@
+"""Watches the limits file and has the engine apply what it says."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from busload_runtime.contract import LimitsDocument, LimitsError, parse_limits
+from busload_runtime.engine.messages import LimitsRefused
+from busload_runtime.server.service import Service
+
+# The kubelet swaps a symlink when a mounted ConfigMap changes, and inotify does not follow symlinks: so poll.
+_POLL_SECONDS = 0.5
+
+
+class LimitsWatch:
+    """Keeps the engine at the newest usable document. One that is malformed or impossible changes nothing."""
+
+    def __init__(self, path: Path, pod_name: str, service: Service, applied: LimitsDocument) -> None:
+        self._path = path
+        self._pod_name = pod_name
+        self._service = service
+        self._applied = applied
+        self._seen: str | None = None
+        self._missing = False
+
+    async def run(self) -> None:
+        """Polls until cancelled, or until the engine is gone."""
+        while self._service.engine.alive:
+            await self.poll()
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def poll(self) -> None:
+        """One look at the file. It is small, so its text is compared: no change is missed, whatever its mtime."""
+        try:
+            text = self._path.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            if not self._missing:
+                _log(f"{self._path} cannot be read ({error.strerror}); generation {self._applied.generation} stays")
+            self._missing = True
+            return
+        if self._missing:
+            _log(f"{self._path} can be read again")
+            self._missing = False
+        if text == self._seen:
+            return
+        self._seen = text
+        try:
+            document = parse_limits(text)
+        except LimitsError as error:
+            self._refuse(str(error))
+            return
+        await self._apply(document)
+
+    async def _apply(self, document: LimitsDocument) -> None:
+        limits = document.for_pod(self._pod_name)
+        if document.generation == self._applied.generation and limits == self._service.limits:
+            self._applied = document
+            return
+        try:
+            answer = await self._service.engine.apply(document.generation, limits)
+        except ConnectionError:
+            return  # the engine is gone, and so is soon this process
+        if isinstance(answer, LimitsRefused):
+            self._refuse(f"generation {document.generation}: {answer.reason}")
+            return
+        self._applied = document
+        self._service.on_limits(document.generation, limits)
+        trial = " (on trial in this pod)" if document.trial is not None and limits is document.trial else ""
+        _log(f"generation {document.generation} applied{trial}: {limits.to_json()}")
+
+    def _refuse(self, reason: str) -> None:
+        self._service.metrics.limits_errors.inc()
+        _log(f"refused, generation {self._applied.generation} stays: {reason}")
+
+
+def _log(text: str) -> None:
+    print(f"busload serve: limits: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,142 @@
+"""`/metrics`: exactly the families of `contract.METRICS`, all present from the first scrape, no label from a client."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from busload_runtime.contract import FINISH_REASONS, METRICS, REFUSAL_REASONS, Limits, Metric
+from busload_runtime.engine.messages import Ready, Stats
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+# Where a family's value comes from when the engine counts it: a field of its newest snapshot.
+_FROM_STATS: dict[str, str] = {
+    "busload_engine_steps_total": "steps",
+    "busload_engine_busy_seconds_total": "busy_seconds",
+    "busload_step_batch_total": "step_batch",
+    "busload_step_kv_tokens_total": "step_kv_tokens",
+    "busload_step_prefill_tokens_total": "step_prefill_tokens",
+    "busload_generated_tokens_total": "generated_tokens",
+    "busload_preemptions_total": "preemptions",
+    "busload_prefix_cache_queried_tokens_total": "prefix_queried_tokens",
+    "busload_prefix_cache_hit_tokens_total": "prefix_hit_tokens",
+    "busload_bytes_moved_total": "bytes_moved",
+    "busload_engine_clock_seconds": "clock",
+    "busload_batch_seconds_total": "batch_seconds",
+    "busload_queue_seconds_total": "queue_seconds",
+    "busload_kv_token_seconds_total": "kv_token_seconds",
+    "busload_queued_prompt_tokens": "queued_prompt_tokens",
+    "busload_kv_blocks": "kv_blocks",
+    "busload_kv_blocks_free": "kv_blocks_free",
+}
+_FROM_LIMITS: dict[str, str] = {
+    "busload_limit_max_sequence_length": "max_sequence_length",
+    "busload_limit_batch_size": "batch_size",
+    "busload_limit_kv_cache_percent": "kv_cache_percent",
+    "busload_limit_token_budget": "token_budget",
+    "busload_limit_queued_requests": "max_queued_requests",
+    "busload_limit_queued_tokens": "max_queued_tokens",
+}
+_BY_NAME = {metric.name: metric for metric in METRICS}
+
+
+class Metrics(Collector):
+    """Own counters and histograms, and a view of the engine's newest numbers. Used from the event loop's thread."""
+
+    def __init__(self, model_name: str, limits: Limits, generation: int) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.limits = limits
+        self.generation = generation
+        self.stats: Stats | None = None
+        self.ready: Ready | None = None
+        self.engine_pid: int | None = None
+        self._model_name = model_name
+        self._registry = CollectorRegistry()
+        self.arrived = self._counter("busload_requests_arrived_total")
+        self.prompt_tokens_arrived = self._counter("busload_prompt_tokens_arrived_total")
+        self.limits_errors = self._counter("busload_limits_errors_total")
+        self._refused = self._counter("busload_requests_refused_total")
+        self._finished = self._counter("busload_requests_finished_total")
+        for reason in REFUSAL_REASONS:
+            self._refused.labels(reason)
+        for reason in FINISH_REASONS:
+            self._finished.labels(reason)
+        self.time_to_first_token = self._histogram("busload_time_to_first_token_seconds")
+        self.inter_token_latency = self._histogram("busload_inter_token_latency_seconds")
+        self.queue_wait = self._histogram("busload_queue_wait_seconds")
+        self.prompt_length = self._histogram("busload_prompt_length_tokens")
+        self.output_length = self._histogram("busload_output_length_tokens")
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+        ProcessCollector(namespace="busload_engine", pid=self._engine_pid, registry=self._registry)
+
+    def refused(self, reason: str) -> None:
+        """Counts a refusal; `reason` is one of `REFUSAL_REASONS`."""
+        self._refused.labels(reason).inc()
+
+    def finished(self, reason: str) -> None:
+        """Counts an ended request; `reason` is one of `FINISH_REASONS`."""
+        self._finished.labels(reason).inc()
+
+    def render(self) -> bytes:
+        """The text exposition."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Family]:
+        """The families that are levels or that the engine counts."""
+        for name, field in _FROM_STATS.items():
+            yield _family(_BY_NAME[name], [((), _field(self.stats, field))])
+        for name, field in _FROM_LIMITS.items():
+            yield _family(_BY_NAME[name], [((), _field(self.limits, field))])
+        for name, (labels, value) in self._levels().items():
+            yield _family(_BY_NAME[name], [(labels, value)])
+
+    def _levels(self) -> dict[str, tuple[tuple[str, ...], float]]:
+        model = (self._model_name,)
+        stats, ready = self.stats, self.ready
+        blocks = stats.kv_blocks if stats else 0
+        used = blocks - stats.kv_blocks_free if stats else 0
+        block_size = ready.block_size if ready else 0
+        return {
+            "vllm:num_requests_waiting": (model, _field(stats, "waiting")),
+            "vllm:num_requests_running": (model, _field(stats, "running")),
+            "vllm:kv_cache_usage_perc": (model, used / blocks if blocks else 0.0),
+            "vllm:cache_config_info": ((self._model_name, str(block_size), str(blocks)), 1.0),
+            "vllm:lora_requests_info": (("0", "", ""), time.time()),
+            "busload_kv_block_size_tokens": ((), block_size),
+            "busload_kv_bytes_per_token": ((), ready.bytes_per_block / block_size if ready else 0.0),
+            "busload_memory_budget_bytes": ((), _field(ready, "memory_budget_bytes")),
+            "busload_weight_bytes": ((), _field(ready, "weight_bytes")),
+            "busload_copy_bandwidth_bytes_per_second": ((), _field(ready, "copy_bandwidth")),
+            "busload_limits_generation": ((), self.generation),
+        }
+
+    def _engine_pid(self) -> int:
+        # An unreadable pid makes the library leave the engine's process metrics out.
+        return self.engine_pid if self.engine_pid is not None else -1
+
+    def _counter(self, name: str) -> Counter:
+        metric = _BY_NAME[name]
+        return Counter(metric.name, metric.help, metric.labels, registry=self._registry)
+
+    def _histogram(self, name: str) -> Histogram:
+        metric = _BY_NAME[name]
+        return Histogram(metric.name, metric.help, metric.labels, buckets=metric.buckets, registry=self._registry)
+
+
+def _field(source: object, name: str) -> float:
+    return float(getattr(source, name)) if source is not None else 0.0
+
+
+def _family(metric: Metric, samples: Iterable[tuple[tuple[str, ...], float]]) -> Family:
+    make: Callable[..., CounterMetricFamily | GaugeMetricFamily]
+    make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+    family = make(metric.name, metric.help, labels=metric.labels)
+    for labels, value in samples:
+        family.add_metric(labels, value)
+    return family

@@ -1,0 +1,46 @@
+"""The checked flags of `busload serve`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from busload_runtime.contract import Limits, LimitsDocument, LimitsError, parse_limits
+from busload_runtime.server.errors import StartupError
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """Everything `busload serve` was told. `limits` holds the limits flags, used when there is no limits file."""
+
+    model: str
+    served_model_name: str
+    host: str
+    port: int
+    executor: str
+    memory: int | None
+    limits_file: Path | None
+    pod_name: str
+    limits: Limits
+    drain_seconds: float
+    engine_timeout: float
+
+    def first_document(self) -> LimitsDocument:
+        """The limits to start with: the file's when one is named, else generation 0 from the flags.
+
+        Raises `StartupError` when the file is missing or cannot be used: there is no last good document to fall
+        back on, and guessing limits would hide the mistake.
+        """
+        if self.limits_file is None:
+            try:
+                return parse_limits(LimitsDocument(0, self.limits).to_json())
+            except LimitsError as error:
+                raise StartupError(f"limits from the flags: {error}") from None
+        try:
+            text = self.limits_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise StartupError(
+                f"--limits-file {self.limits_file} cannot be read: {error}; mount it or drop the flag"
+            ) from None
+        try:
+            return parse_limits(text)
+        except LimitsError as error:
+            raise StartupError(f"--limits-file {self.limits_file}: {error}") from None

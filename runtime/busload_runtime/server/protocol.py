@@ -1,0 +1,168 @@
+"""Request bodies of the OpenAI API: decoding, ranges, and a clear no to what would change the meaning if ignored.
+
+msgspec rather than pydantic: a body may carry millions of token ids, and msgspec checks them without freezing the loop.
+"""
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from busload_runtime.server.errors import ApiError, invalid
+
+MAX_CHOICES = 16
+MAX_STOP_STRINGS = 4
+
+_Temperature = Annotated[float, Meta(ge=0, le=2)]
+_TopP = Annotated[float, Meta(gt=0, le=1)]
+_TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+_Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+_Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+_Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+_Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+_StopText = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+class Sampled(msgspec.Struct, kw_only=True, frozen=True):
+    """What both endpoints share. Fields that are not named here are ignored unless `_NEUTRAL` lists them."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: _Positive | None = None
+    min_tokens: _Count | None = None
+    ignore_eos: bool | None = None
+    temperature: _Temperature | None = None
+    top_p: _TopP | None = None
+    top_k: _TopK | None = None
+    seed: _Seed | None = None
+    n: _Choices | None = None
+    stop: _StopText | Annotated[list[_StopText], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[_Count], Meta(max_length=64)] | None = None
+
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def token_limit(self) -> int | None:
+        return self.max_tokens
+
+
+class CompletionRequest(Sampled, kw_only=True, frozen=True):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
+
+
+class TextPart(msgspec.Struct, frozen=True):
+    type: str
+    text: str | None = None
+
+
+class Message(msgspec.Struct, frozen=True):
+    role: Annotated[str, Meta(min_length=1, max_length=32)]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+
+
+class ChatRequest(Sampled, kw_only=True, frozen=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: _Positive | None = None
+
+    def token_limit(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+
+# Parameters that would change the answer and are not supported, with the values that ask for nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "logprobs": (None, False),
+    "top_logprobs": (None,),
+    "prompt_logprobs": (None,),
+    "logit_bias": (None, {}),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "min_p": (None, 0),
+    "suffix": (None, ""),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "web_search_options": (None,),
+    "prediction": (None,),
+    "use_beam_search": (None, False),
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
+    "echo": (None, False),
+}
+
+Request = TypeVar("Request", bound=Sampled)
+
+
+def decode_request(body: bytes, kind: type[Request]) -> Request:
+    """The request in a JSON body. Raises `ApiError` 400 that names the parameter."""
+    try:
+        raw = msgspec.json.decode(body)
+    except RecursionError:
+        raise invalid("the body is nested too deeply") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid(f"the body is not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise invalid(f"the body must be a JSON object, got {type(raw).__name__}")
+    try:
+        request = msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        raise _named(error) from None
+    _refuse_unsupported(raw, kind.__struct_fields__)
+    if request.stream_options is not None and not request.stream:
+        raise invalid("stream_options is only allowed together with stream: true", "stream_options")
+    return request
+
+
+def _named(error: msgspec.ValidationError) -> ApiError:
+    """The 400 of a validation error: msgspec ends its text with the path, as in "... - at `$.stop[0]`"."""
+    what, _, path = str(error).partition(" - at `$.")
+    if path:
+        param = path.rstrip("`")
+        return invalid(f"{param}: {what}", param)
+    if what.startswith("Object missing required field"):
+        param = what.split("`")[1]
+        return invalid(f"{param} is required", param)
+    return invalid(what)
+
+
+def _refuse_unsupported(raw: dict[str, Any], known: tuple[str, ...]) -> None:
+    for param, neutral in _NEUTRAL.items():
+        if param in known or param not in raw:
+            continue
+        value = raw[param]
+        if not any(value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in neutral):
+            raise invalid(
+                f"{param} is not supported by this server (only {_words(neutral)}); leave it out",
+                param,
+                "unsupported_parameter",
+            )
+    choices = raw.get("n") or 1
+    if raw.get("best_of") not in (None, choices):
+        raise invalid(f"best_of must equal n ({choices}), got {raw['best_of']!r}; leave it out", "best_of")
+
+
+def _words(values: tuple[Any, ...]) -> str:
+    return " or ".join(msgspec.json.encode(value).decode() for value in values)

@@ -1,0 +1,71 @@
+"""From a request body to what the engine is asked: lengths, seeds and stop tokens."""
+
+import secrets
+import time
+
+from busload_runtime.contract import Limits
+from busload_runtime.engine.messages import Ready, Submit
+from busload_runtime.server.engine_client import EngineClient
+from busload_runtime.server.errors import invalid, too_long
+from busload_runtime.server.protocol import Sampled
+
+_SEED_MASK = 2**63 - 1
+
+
+def submits_of(
+    body: Sampled,
+    prompts: list[list[int]],
+    limits: Limits,
+    ready: Ready,
+    eos_ids: frozenset[int],
+    engine: EngineClient,
+) -> list[Submit]:
+    """One message per choice: `n` per prompt, with seeds `seed`, `seed + 1`, ... (a random one when none was given).
+
+    A `max_tokens` that does not fit behind the prompt is cut to what fits, and the answer ends with `length`: the
+    sequence limit is tuned while the service runs, and a change of it should not turn good requests into errors.
+    Raises `ApiError` 400 for a prompt that leaves no room, or token ids the model does not have.
+    """
+    for token in body.stop_token_ids or ():
+        if token >= ready.vocab_size:
+            raise invalid(f"token id {token} is outside 0 to {ready.vocab_size - 1}", "stop_token_ids")
+    stop_token_ids = set(body.stop_token_ids or ()) | (set() if body.ignore_eos else eos_ids)
+    seed = secrets.randbits(62) if body.seed is None else body.seed
+    submits = []
+    now = time.monotonic()
+    for prompt in prompts:
+        check_length(len(prompt), limits.max_sequence_length)
+        room = limits.max_sequence_length - len(prompt)
+        max_tokens = min(body.token_limit() or room, room)
+        if (body.min_tokens or 0) > max_tokens:
+            raise invalid(
+                f"min_tokens {body.min_tokens} is above the {max_tokens} tokens that max_tokens and the sequence limit "
+                f"of {limits.max_sequence_length} leave behind a prompt of {len(prompt)}",
+                "min_tokens",
+            )
+        submits += [
+            Submit(
+                request_id=engine.next_id(),
+                tokens=prompt,
+                max_tokens=max_tokens,
+                min_tokens=body.min_tokens or 0,
+                stop_token_ids=sorted(stop_token_ids),
+                temperature=1.0 if body.temperature is None else body.temperature,
+                top_p=1.0 if body.top_p is None else body.top_p,
+                top_k=max(0, body.top_k or 0),
+                seed=(seed + choice) & _SEED_MASK,
+                submitted_at=now,
+            )
+            for choice in range(body.n or 1)
+        ]
+    return submits
+
+
+def check_length(prompt_tokens: int, limit: int, param: str = "prompt", exact: bool = True) -> None:
+    """Raises `ApiError` 400 when a prompt leaves no room for one token of output."""
+    if prompt_tokens >= limit:
+        raise too_long(
+            f"the prompt has {'' if exact else 'at least '}{prompt_tokens} tokens; prompt and output together may have "
+            f"{limit}, so a prompt may have at most {limit - 1}",
+            param,
+        )

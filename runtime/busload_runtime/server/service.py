@@ -1,0 +1,62 @@
+"""What the routes share: the one place where the parts of the HTTP process meet."""
+
+import time
+from dataclasses import dataclass, field
+
+from busload_runtime.contract import Limits
+from busload_runtime.engine.messages import Ready, Stats
+from busload_runtime.server.admission import Admission
+from busload_runtime.server.engine_client import EngineClient
+from busload_runtime.server.errors import ApiError
+from busload_runtime.server.metrics import Metrics
+from busload_runtime.server.tokenise import PromptEncoder
+
+
+@dataclass(slots=True)
+class Service:
+    """State of one `busload serve`. Belongs to the event loop's thread."""
+
+    model_name: str
+    metrics: Metrics
+    admission: Admission
+    engine: EngineClient
+    created: int = field(default_factory=lambda: int(time.time()))
+    text: PromptEncoder | None = None
+    ready: Ready | None = None
+    quiescing: bool = False
+    """SIGUSR1 or SIGTERM came: not ready, and every response closes its connection."""
+    open_responses: int = 0
+
+    @property
+    def limits(self) -> Limits:
+        """The limits in force."""
+        return self.admission.limits
+
+    def on_limits(self, generation: int, limits: Limits) -> None:
+        """The engine runs under these limits now."""
+        self.admission.limits = limits
+        self.metrics.limits = limits
+        self.metrics.generation = generation
+
+    def on_stats(self, stats: Stats) -> None:
+        self.metrics.stats = stats
+        self.admission.observe(stats)
+
+    def loaded(self) -> tuple[PromptEncoder, Ready]:
+        """The model, once it answers. Raises `ApiError` 503 before that and 500 when the engine is gone."""
+        if not self.engine.alive:
+            raise ApiError(500, f"the engine is gone: {self.engine.failed.result()}", code="engine_error")
+        if self.text is None or self.ready is None:
+            raise ApiError(503, "the model is still loading; try again in a moment", code="loading", retry_after=2)
+        return self.text, self.ready
+
+    def check_model(self, name: str | None) -> None:
+        """Raises `ApiError` 404 when a request names another model."""
+        if name is not None and name != self.model_name:
+            raise ApiError(
+                404,
+                f"the model {name[:200]!r} does not exist; this server has {self.model_name!r}",
+                param="model",
+                code="model_not_found",
+                reason="invalid",
+            )
