@@ -1,0 +1,90 @@
+"""What must hold between any two steps, and a way to run a scheduler to its end."""
+
+from hashing_executor import HashingExecutor
+
+from busload_runtime.engine.block_pool import Block, BlockPool
+from busload_runtime.engine.request import Output
+from busload_runtime.engine.scheduler import Scheduler
+
+
+def free_list(pool: BlockPool) -> list[Block]:
+    blocks, block = [], pool._ends.right
+    while block is not pool._ends:
+        assert block.left.right is block
+        blocks.append(block)
+        block = block.right
+    return blocks
+
+
+def check_pool(pool: BlockPool) -> None:
+    free = free_list(pool)
+    assert len(free) == len(set(map(id, free))) == pool._listed
+    assert {block.block_id for block in free} == {block.block_id for block in pool._blocks if block.users == 0}
+    assert [block.block_id for block in pool._blocks] == list(range(len(pool._blocks)))
+    assert len(pool._blocks) <= pool.num_blocks
+    assert {block.digest: block for block in pool._blocks if block.digest} == pool._cached
+    kinds = [block.digest is not None for block in free]
+    assert kinds == sorted(kinds), "blank blocks come before those with content"
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    pool, size = scheduler._pool, scheduler.block_size
+    check_pool(pool)
+    users: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+    for request in scheduler._running:
+        assert request.table == tuple(block.block_id for block in request.blocks)
+        assert len(set(request.table)) == len(request.table)
+        assert request.computed < len(request.tokens) <= request.max_length
+        assert request.computed <= len(request.table) * size
+        for index, block in enumerate(request.table):
+            users.setdefault(block, []).append((index, tuple(request.tokens[: (index + 1) * size])))
+    for block in pool._blocks:
+        holders = users.get(block.block_id, [])
+        assert block.users == len(holders), "a block is leaked or given away twice"
+        if len(holders) > 1:
+            assert len(set(holders)) == 1, "a block is shared by requests of different content"
+            assert len(holders[0][1]) == (holders[0][0] + 1) * size, "a block is shared before it is full"
+    running, waiting = scheduler._running, [*scheduler._preempted, *scheduler._arrived.values()]
+    for queue in (running, waiting):
+        assert [request.order for request in queue] == sorted(request.order for request in queue)
+    assert {*map(id, running), *map(id, waiting)} == {*map(id, scheduler._requests.values())}
+    levels = scheduler.levels()
+    assert (levels.running, levels.waiting) == (len(running), len(waiting))
+    assert levels.queued_prompt_tokens == sum(len(request.tokens) for request in waiting)
+    assert levels.kv_tokens == sum(request.computed for request in running)
+    assert levels.kv_blocks_free == pool.num_blocks - len(users)
+
+
+def run_step(scheduler: Scheduler, executor: HashingExecutor, now: float = 0.0) -> list[Output]:
+    running, batch_size, budget = scheduler.levels().running, scheduler.limits.batch_size, scheduler.limits.token_budget
+    plan = scheduler.plan(now)
+    assert plan.chunks, "there is work and nothing is planned"
+    assert plan.num_tokens <= max(budget, running)
+    assert scheduler.levels().running <= max(batch_size, running)
+    return scheduler.commit(plan, executor.run(plan))
+
+
+def run_until_idle(scheduler: Scheduler, executor: HashingExecutor, max_steps: int = 100_000) -> list[Output]:
+    outputs = []
+    for _ in range(max_steps):
+        if not scheduler.has_work:
+            break
+        outputs += run_step(scheduler, executor)
+        check_scheduler(scheduler)
+    assert not scheduler.has_work, f"requests still run after {max_steps} steps"
+    return outputs
+
+
+def check_idle(scheduler: Scheduler) -> None:
+    levels = scheduler.levels()
+    assert levels.kv_blocks_free == levels.kv_blocks
+    assert (levels.running, levels.waiting, levels.kv_tokens, levels.queued_prompt_tokens) == (0, 0, 0, 0)
+
+
+def texts(outputs: list[Output]) -> dict[int, list[int]]:
+    drawn: dict[int, list[int]] = {}
+    for output in outputs:
+        drawn.setdefault(output.request_id, [])
+        if output.token is not None:
+            drawn[output.request_id].append(output.token)
+    return drawn
