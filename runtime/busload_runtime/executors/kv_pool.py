@@ -1,0 +1,49 @@
+"""Memory of the paged KV cache: address space is reserved once, pages are committed when first written."""
+
+import mmap
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from busload_runtime.executors.errors import ExecutorError
+
+Array: TypeAlias = NDArray[np.float32]
+
+
+class KvPool:
+    """Keys and values as `blocks` [layers, 2, num_blocks, block_size, kv_heads, head_dim], fp32."""
+
+    def __init__(self, num_layers: int, block_shape: tuple[int, int, int], max_blocks: int) -> None:
+        """Reserves `max_blocks` blocks of `block_shape` (block_size, kv_heads, head_dim); none is usable yet."""
+        shape = (num_layers, 2, max_blocks, *block_shape)
+        size = int(np.prod(shape, dtype=object)) * 4
+        try:
+            self._memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError, OverflowError) as error:
+            raise ExecutorError(
+                f"cannot reserve {max_blocks} KV blocks ({size} bytes of address space): {error}"
+            ) from None
+        # A huge page would commit memory of blocks that nobody has written: the pool must cost what is counted.
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+            self._memory.madvise(mmap.MADV_NOHUGEPAGE)
+        self._all: Array = np.frombuffer(self._memory, np.float32).reshape(shape)
+        self.blocks = self._all[:, :, :0]
+
+    def resize(self, num_blocks: int) -> None:
+        """Makes the first `num_blocks` usable; pages that lie wholly in the others go back to the system."""
+        max_blocks = self._all.shape[2]
+        if not 0 <= num_blocks <= max_blocks:
+            raise ExecutorError(f"cannot resize the KV cache to {num_blocks} blocks; reserved: {max_blocks}")
+        if num_blocks < self.blocks.shape[2]:
+            region = max_blocks * self._all.strides[2]
+            for start in range(0, len(self._memory), region):
+                first = -(-(start + num_blocks * self._all.strides[2]) // mmap.PAGESIZE) * mmap.PAGESIZE
+                last = (
+                    (start + region) // mmap.PAGESIZE * mmap.PAGESIZE
+                    if start + region < len(self._memory)
+                    else len(self._memory)
+                )
+                if first < last:
+                    self._memory.madvise(mmap.MADV_DONTNEED, first, last - first)
+        self.blocks = self._all[:, :, :num_blocks]

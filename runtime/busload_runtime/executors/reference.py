@@ -1,0 +1,196 @@
+"""The reference executor: a Llama decoder in numpy, fp32, one page. It is the oracle of all other executors.
+
+`run` computes a ragged batch: single tokens of decoding requests and pieces of prompts, one row per token in every
+array. Linear layers take all rows at once; attention goes request by request over its own keys, so neither padding nor
+other requests enter a sum (see `linear` for what this means for reproducibility).
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from busload_runtime.engine.plan import Chunk, Plan, Sampled
+from busload_runtime.executors.errors import ExecutorError
+from busload_runtime.executors.kv_pool import KvPool
+from busload_runtime.executors.linear import linear
+from busload_runtime.executors.sampling import sample
+from busload_runtime.model.weights import LayerWeights, Weights
+
+Array: TypeAlias = NDArray[np.float32]
+
+_BLOCK_SIZE = 16
+_QUERY_ROWS = 128
+"""Tokens of a prompt piece whose attention scores are in memory at once."""
+
+
+class ReferenceExecutor:
+    """Implements `contract.Executor`."""
+
+    def __init__(self, weights: Weights) -> None:
+        config = weights.config
+        self._weights = weights
+        self._config = config
+        self.block_size = _BLOCK_SIZE
+        self.bytes_per_block = _BLOCK_SIZE * config.kv_bytes_per_token
+        self.weight_bytes = weights.num_bytes
+        self.vocab_size = config.vocab_size
+        self.context_length = config.context_length
+        self.copy_bandwidth = measure_copy_bandwidth()
+        self.reserve(0)
+
+    def activation_bytes(self, token_budget: int, batch_size: int) -> int:
+        config = self._config
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        # Each term counts the arrays that are alive at once in `_forward` and its callees, copies included.
+        per_token = 6 * config.hidden_size + 5 * (q_size + 2 * kv_size) + 8 * config.ffn_size
+        scores = 3 * config.num_heads * min(_QUERY_ROWS, token_budget) * config.context_length
+        gathered = 2 * kv_size * (config.context_length + _BLOCK_SIZE)
+        logits = 3 * (batch_size + 8) * config.vocab_size
+        drawing = 16 * config.vocab_size
+        return 4 * (token_budget * per_token + scores + gathered + logits + drawing) + 2**20
+
+    def reserve(self, max_blocks: int) -> None:
+        config = self._config
+        shape = (self.block_size, config.num_kv_heads, config.head_dim)
+        self._pool = KvPool(config.num_layers, shape, max(1, max_blocks))
+
+    def resize(self, num_blocks: int) -> None:
+        self._pool.resize(num_blocks)
+
+    def run(self, plan: Plan) -> Sequence[Sampled]:
+        # Decoding requests first: `linear` treats them apart.
+        chunks = sorted(plan.chunks, key=lambda chunk: len(chunk.tokens) > 1)
+        drawing = [(chunk, end - 1) for chunk, (_, end) in _with_rows(chunks) if chunk.sampling is not None]
+        logits = self._forward(chunks, [row for _, row in drawing])
+        tokens = {chunk.request_id: _draw(chunk, row) for (chunk, _), row in zip(drawing, logits, strict=True)}
+        return [Sampled(c.request_id, tokens[c.request_id]) for c in plan.chunks if c.sampling is not None]
+
+    def _forward(self, chunks: Sequence[Chunk], wanted_rows: Sequence[int]) -> Array:
+        """Logits [len(wanted_rows), vocab] after writing keys and values of all chunks."""
+        config, weights = self._config, self._weights
+        if not chunks:
+            return np.empty((0, config.vocab_size), np.float32)
+        num_decodes = sum(len(chunk.tokens) == 1 for chunk in chunks)
+        x = weights.embedding[np.concatenate([chunk.tokens for chunk in chunks])]
+        positions = np.concatenate([np.arange(chunk.start, chunk.length_after) for chunk in chunks])
+        blocks = np.concatenate(
+            [np.repeat(chunk.blocks, _BLOCK_SIZE)[chunk.start : chunk.length_after] for chunk in chunks]
+        )
+        slots = blocks * _BLOCK_SIZE + positions % _BLOCK_SIZE
+        angles = positions[:, None, None].astype(np.float32) * weights.rope_frequencies
+        rotation = np.cos(angles), np.sin(angles)
+        for layer, kv in zip(weights.layers, self._pool.blocks, strict=True):
+            normed = _rms_norm(x, layer.attention_norm, config.norm_eps)
+            attended = self._attention(linear(normed, layer.qkv, num_decodes), chunks, kv, slots, rotation)
+            x += linear(attended, layer.attention_output, num_decodes)
+            normed = _rms_norm(x, layer.ffn_norm, config.norm_eps)
+            x += _feed_forward(normed, layer, num_decodes)
+        last = _rms_norm(x[wanted_rows], weights.final_norm, config.norm_eps)
+        return linear(last, weights.output, len(last))
+
+    def _attention(
+        self,
+        qkv: Array,
+        chunks: Sequence[Chunk],
+        kv: Array,
+        slots: NDArray[np.intp],
+        rotation: tuple[Array, Array],
+    ) -> Array:
+        """Writes keys and values of all rows, then attends chunk by chunk. Returns [tokens, heads * head_dim]."""
+        config = self._config
+        heads = qkv.reshape(len(qkv), -1, config.head_dim)
+        rotated, values = np.split(heads, [config.num_heads + config.num_kv_heads], axis=1)
+        rotated = _rotate(rotated, *rotation)
+        queries, keys = np.split(rotated, [config.num_heads], axis=1)
+        flat = kv.reshape(2, -1, config.num_kv_heads, config.head_dim)
+        flat[0][slots] = keys
+        flat[1][slots] = values
+        result = np.empty((len(qkv), config.num_heads, config.head_dim), np.float32)
+        for chunk, (begin, end) in _with_rows(chunks):
+            keys, values = _gather(kv[0], chunk), _gather(kv[1], chunk)
+            for first in range(begin, end, _QUERY_ROWS):
+                last = min(first + _QUERY_ROWS, end)
+                visible = chunk.start + last - begin
+                result[first:last] = _attend(queries[first:last], keys[:visible], values[:visible])
+        return result.reshape(len(qkv), -1)
+
+
+def _with_rows(chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, tuple[int, int]]]:
+    """Each chunk with the first and the last + 1 of its rows."""
+    ends = np.cumsum([0, *(len(chunk.tokens) for chunk in chunks)]).tolist()
+    return zip(chunks, pairwise(ends), strict=True)
+
+
+def _rms_norm(x: Array, gain: Array, eps: float) -> Array:
+    """Zhang and Sennrich 2019."""
+    scale: Array = np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + np.float32(eps))
+    return x / scale * gain
+
+
+def _feed_forward(x: Array, layer: LayerWeights, num_decodes: int) -> Array:
+    """SwiGLU (Shazeer 2020): down(silu(gate) * up)."""
+    gate, up = np.split(linear(x, layer.gate_up, num_decodes), 2, axis=-1)
+    with np.errstate(over="ignore"):  # exp(-gate) may overflow: then silu is 0, as it should
+        hidden = gate / (1 + np.exp(-gate)) * up
+    return linear(hidden, layer.down, num_decodes)
+
+
+def _rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """Rotary positions (Su et al. 2021) for x [tokens, heads, head_dim]: dimension i turns with i + head_dim / 2."""
+    first, second = np.split(x, 2, axis=-1)
+    return np.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
+
+
+def _gather(pool: Array, chunk: Chunk) -> Array:
+    """Keys or values [length, kv_heads, head_dim] of a chunk's request; a view where its blocks lie in a row."""
+    first, count = chunk.blocks[0], len(chunk.blocks)
+    in_a_row = chunk.blocks == tuple(range(first, first + count))
+    blocks = pool[first : first + count] if in_a_row else pool[list(chunk.blocks)]
+    return blocks.reshape(-1, *pool.shape[2:])[: chunk.length_after]
+
+
+def _attend(queries: Array, keys: Array, values: Array) -> Array:
+    """Causal grouped-query attention; the queries are at the last positions of the keys.
+
+    queries [n, heads, head_dim], keys and values [length, kv_heads, head_dim]; returns [n, heads, head_dim].
+    """
+    n, num_heads, head_dim = queries.shape
+    length, num_kv_heads, _ = keys.shape
+    # [kv_heads, group * n, head_dim]: the heads that share keys become rows of one product.
+    rows = queries.reshape(n, num_kv_heads, -1, head_dim).transpose(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
+    scores: Array = rows @ keys.transpose(1, 2, 0)
+    scores *= np.float32(head_dim**-0.5)
+    if n > 1:
+        future = np.arange(length) > np.arange(length - n, length)[:, None]
+        scores.reshape(num_kv_heads, -1, n, length)[:, :, future] = -np.inf
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    scores /= scores.sum(axis=-1, keepdims=True)
+    mixed: Array = scores @ values.transpose(1, 0, 2)
+    return mixed.reshape(num_kv_heads, -1, n, head_dim).transpose(2, 0, 1, 3).reshape(n, num_heads, head_dim)
+
+
+def _draw(chunk: Chunk, logits: Array) -> int:
+    if not np.isfinite(logits).all():
+        raise ExecutorError(
+            f"request {chunk.request_id}: the model's output is not a number at position {chunk.length_after}; "
+            "its weights are corrupt, download the model again"
+        )
+    assert chunk.sampling is not None
+    return sample(logits, chunk.sampling, chunk.sample_index)
+
+
+def measure_copy_bandwidth(num_bytes: int = 2**25) -> float:
+    """Bytes per second, read plus write, of the best of a few copies of an array larger than the caches."""
+    source = np.ones(num_bytes, np.uint8)
+    target = np.ones_like(source)
+    seconds = []
+    for _ in range(4):
+        begin = time.perf_counter()
+        np.copyto(target, source)
+        seconds.append(time.perf_counter() - begin)
+    return 2 * num_bytes / min(seconds)
