@@ -1,7 +1,7 @@
 """What the API models share: the base model, rules that hold in CEL and in Python, and errors in words.
 
 A `Rule` is written once and judged twice: the API server evaluates its CEL, pydantic its Python twin, and both print
-the same message. One table of manifests (tests/operator/api/cases.py) holds the two to the same verdict.
+the same message. One table of manifests (tests/operator/api/cases) holds the two to the same verdict.
 """
 
 import re
@@ -126,10 +126,17 @@ class Problem:
         return f"{self.field}: {self.text}" if self.field else self.text
 
 
-def problems(error: ValidationError, prefix: str = "") -> list[Problem]:
-    """A pydantic error of an API model in words, one entry per fault."""
+def unknown_field(path: str) -> Problem:
+    """The problem with a field that no model has."""
+    return Problem(path, "unknown field; check its spelling and place (kubectl explain shows both)")
+
+
+def problems(error: ValidationError, prefix: str = "", only: str | None = None) -> list[Problem]:
+    """A pydantic error of an API model in words, one entry per fault; `only` keeps faults of one pydantic type."""
     found = []
     for item in error.errors(include_url=False):
+        if only not in (None, item["type"]):
+            continue
         where = _path(prefix, *item["loc"])
         match item["type"], item.get("ctx", {}):
             case "rules", {"broken": broken}:
@@ -137,7 +144,7 @@ def problems(error: ValidationError, prefix: str = "") -> list[Problem]:
             case "missing", _:
                 found.append(Problem(where, "is required"))
             case "extra_forbidden", _:
-                found.append(Problem(where, "unknown field; check its spelling and place (kubectl explain shows both)"))
+                found.append(unknown_field(where))
             case _:
                 found.append(Problem(where, f"got {item['input']!r}: {_lower(item['msg'])}"))
     return found

@@ -2,7 +2,7 @@
 
 Docstrings of fields become the descriptions that `kubectl explain` prints. Defaults here are part of the API and stay
 in stored objects: never change one within this version. Models that read are tolerant: fields they do not know are
-ignored, so that an older operator can run beside a newer one. `check` judges a manifest as strictly as the API server.
+ignored, so that an older operator can run beside a newer one; `check_authored` is as strict as the API server.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from busload_operator.api.schema import Integer, Model, Problem, Rule, problems
+from busload_operator.api.schema import Integer, Model, Problem, Rule, problems, unknown_field
 from busload_operator.api.status import Status
 from busload_operator.api.units import ByteQuantity, CpuQuantity, Duration, parse_bytes, parse_cpu, parse_duration
 
@@ -44,7 +44,7 @@ class PersistentVolumeClaimSource(Model):
     rules = (
         Rule(
             f"self.path.matches('{_GGUF_PATH}')",
-            lambda s: re.search(_GGUF_PATH, s.path) is not None,
+            lambda s: re.fullmatch(_GGUF_PATH, s.path) is not None,
             "path {path} must lead from the root of the claim to a GGUF file, like models/chat.gguf: "
             "no leading slash, no '..', letters, digits and ._- in names, and .gguf at the end",
             "path",
@@ -335,7 +335,7 @@ class InferenceService(Model):
         ),
         Rule(
             f"self.metadata.name.matches('{_NAME}')",
-            lambda s: re.search(_NAME, s.metadata.name) is not None,
+            lambda s: re.fullmatch(_NAME, s.metadata.name) is not None,
             "a name starts with a letter and has only a-z, 0-9 and -, because the Service carries it",
             "metadata.name",
         ),
@@ -354,15 +354,20 @@ class InferenceService(Model):
 
 
 def check(manifest: dict[str, Any]) -> list[Problem]:
-    """What is wrong with a manifest that a user wrote; empty if nothing. As strict as `kubectl apply`."""
-    known = {"apiVersion", "kind", "metadata", "spec", "status"}
-    found = [Problem(key, "unknown field") for key in sorted(set(manifest) - known)]
+    """What is wrong with a stored object; empty if nothing. Fields that a newer version has added are no problem."""
     try:
         InferenceService.model_validate(manifest)
     except ValidationError as error:
-        found += problems(error)
+        return problems(error)
+    return []
+
+
+def check_authored(manifest: dict[str, Any]) -> list[Problem]:
+    """What is wrong with a manifest that a user wrote: `check`, and unknown fields as `kubectl apply` refuses them."""
+    known = {field.alias for field in InferenceService.model_fields.values()}
+    found = [unknown_field(key) for key in sorted(set(manifest) - known)]
     try:
-        Spec.model_validate(manifest.get("spec") or {}, extra="forbid")
+        Spec.model_validate(manifest.get("spec"), extra="forbid")
     except ValidationError as error:
-        found += [p for p in problems(error, "spec") if p.text.startswith("unknown field")]
-    return found
+        found += problems(error, "spec", only="extra_forbidden")
+    return found + check(manifest)
