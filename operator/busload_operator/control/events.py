@@ -1,0 +1,87 @@
+"""Kubernetes Events for what a person may want to know later: Normal or Warning, on transitions only.
+
+The name of an event comes from its content, so that a repetition bumps a count instead of making a new object.
+"""
+
+import hashlib
+import logging
+from collections import OrderedDict
+from datetime import UTC, datetime
+from typing import Literal
+
+from busload_operator.control.client import ApiError, Client
+from busload_operator.control.kinds import EVENTS, Object
+from busload_operator.control.logs import about
+
+log = logging.getLogger(__name__)
+_COMPONENT = "busload-operator"
+_REMEMBERED = 2000
+
+
+class Recorder:
+    """Writes events. A failure to write one is logged and changes nothing else."""
+
+    def __init__(self, client: Client, identity: str):
+        self._client, self._identity = client, identity
+        self._known: OrderedDict[str, tuple[int, str]] = OrderedDict()  # name -> (count, first time)
+
+    async def emit(self, regarding: Object, kind: Literal["Normal", "Warning"], reason: str, message: str) -> None:
+        metadata = regarding["metadata"]
+        content = "\n".join((metadata["uid"], kind, reason, message))
+        name = f"{metadata['name']}.{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        count, first = self._known.pop(name, (0, now))
+        self._known[name] = (count + 1, first)
+        while len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+        body = {
+            "apiVersion": EVENTS.api_version,
+            "kind": EVENTS.name,
+            "metadata": {"name": name, "namespace": metadata["namespace"]},
+            "involvedObject": {
+                "apiVersion": regarding["apiVersion"],
+                "kind": regarding["kind"],
+                "name": metadata["name"],
+                "namespace": metadata["namespace"],
+                "uid": metadata["uid"],
+            },
+            "type": kind,
+            "reason": reason,
+            "message": message[:1024],
+            "count": count + 1,
+            "firstTimestamp": first,
+            "lastTimestamp": now,
+            "source": {"component": _COMPONENT},
+            "reportingComponent": _COMPONENT,
+            "reportingInstance": self._identity[:128],
+        }
+        try:
+            await self._client.apply(EVENTS, body, _COMPONENT)
+        except ApiError as error:
+            log.warning("event %s not written: %s", reason, error, extra=about(metadata["namespace"], metadata["name"]))
+
+
+def transitions(old: Object, new: Object) -> list[tuple[Literal["Normal", "Warning"], str, str]]:
+    """(type, reason, message) of what changed from one status to the next: conditions that flipped, new decisions."""
+    found: list[tuple[Literal["Normal", "Warning"], str, str]] = []
+    before = {item["type"]: item for item in old.get("conditions") or []}
+    for item in new.get("conditions") or []:
+        if item["type"] not in ("Ready", "Stalled"):
+            continue
+        known = before.get(item["type"], {})
+        if (known.get("status"), known.get("reason")) == (item["status"], item["reason"]):
+            continue
+        good = item["type"] == "Ready" and item["status"] == "True"
+        expected = item["status"] == "False" and item["reason"] in ("Starting", "RollingOut", "ScalingDown")
+        told_by_stalled = item["type"] == "Ready" and _stalled(new)
+        if not expected and not told_by_stalled:
+            found.append(("Normal" if good else "Warning", item["reason"], item["message"]))
+    known_ids = {entry["id"] for entry in old.get("decisions") or []}
+    for entry in reversed(new.get("decisions") or []):
+        if entry["id"] not in known_ids:
+            found.append(("Normal", entry["reason"], entry["message"]))
+    return found
+
+
+def _stalled(status: Object) -> bool:
+    return any(item["type"] == "Stalled" for item in status.get("conditions") or [])

@@ -1,0 +1,108 @@
+"""The observation loop: every few seconds, scrape the ready pods of each service and let its tuner take a step."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from busload_operator.control import pods as pod_words
+from busload_operator.control import status
+from busload_operator.control.cache import Cache
+from busload_operator.control.kinds import PODS, Key, Object
+from busload_operator.control.logs import about
+from busload_operator.control.scrape import Scraper
+from busload_operator.control.service import InvalidSpecError, read_service
+from busload_operator.control.tuner import Tuner
+from busload_operator.control.workqueue import WorkQueue
+from busload_operator.tuning.counters import CountersError, counters_from_samples
+from busload_operator.tuning.types import PodSample
+
+log = logging.getLogger(__name__)
+
+
+class Observer:
+    """Feeds the tuners and queues a service when what should be told or in force has changed."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        queue: WorkQueue[Key],
+        tuners: dict[Key, Tuner],
+        scraper: Scraper,
+        seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._cache, self._queue, self._tuners, self._scraper = cache, queue, tuners, scraper
+        self._seconds, self._clock = seconds, clock
+        self._running: dict[Key, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """For ever. A service whose round takes longer than the interval misses rounds; the others do not wait."""
+        try:
+            while True:
+                for key in list(self._tuners):
+                    if key not in self._running:
+                        self._running[key] = asyncio.create_task(self._guarded(key))
+                await asyncio.sleep(self._seconds)
+        finally:
+            for task in list(self._running.values()):
+                task.cancel()
+
+    async def _guarded(self, key: Key) -> None:
+        try:
+            await self.observe(key)
+        except Exception:
+            log.exception("observation failed", extra=about(*key))
+        finally:
+            del self._running[key]
+
+    async def observe(self, key: Key) -> None:
+        """One round of one service."""
+        pods = [pod for pod in self._cache.of_service(PODS, key) if not pod_words.is_leaving(pod)]
+        samples = await asyncio.gather(*map(self._sample, pods))
+        live, tuner = self._cache.service(key), self._tuners.get(key)
+        if live is None or tuner is None:
+            return
+        try:
+            service = read_service(live)
+        except InvalidSpecError:
+            return  # told by the reconcile; the children stay as they are
+        tuner.runs = _generations(samples)
+        told = self._told(tuner)
+        tuner.observe(service, samples, self._clock())
+        if told != self._told(tuner) or self._lags(tuner):
+            self._queue.add(key)
+
+    async def _sample(self, pod: Object) -> PodSample:
+        name, address = pod["metadata"]["name"], pod_words.address(pod)
+        if not address or not pod_words.is_ready(pod):
+            return PodSample(name, self._clock(), None, ready=False)
+        scrape = await self._scraper.scrape(address)
+        at = self._clock()
+        if scrape.values is None:
+            log.debug("pod %s: %s", name, scrape.error)
+            return PodSample(name, at, None, ready=True)
+        try:
+            return PodSample(name, at, counters_from_samples(scrape.values), ready=True)
+        except CountersError as error:
+            log.warning("pod %s: %s", name, error)
+            return PodSample(name, at, None, ready=True)
+
+    def _told(self, tuner: Tuner) -> Object:
+        """What people and children learn from a tuner; a change of it is worth a reconcile."""
+        hold = tuner.result.hold if tuner.result else None
+        return {
+            "findings": status.findings(tuner, {}),
+            "hold": hold,
+            "decisions": tuner.decisions,
+            "in_force": tuner.in_force,
+            "overdue": tuner.overdue,
+        }
+
+    @staticmethod
+    def _lags(tuner: Tuner) -> bool:
+        return any(generation != tuner.in_force.generation for generation in tuner.runs.values())
+
+
+def _generations(samples: Sequence[PodSample]) -> dict[str, int]:
+    return {sample.pod: int(sample.counters.generation) for sample in samples if sample.counters}

@@ -1,0 +1,86 @@
+"""Reads the /metrics of runtime pods: bounded in time, size and concurrency, because a pod may be stuck or lying."""
+
+import asyncio
+import math
+from dataclasses import dataclass
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+from busload_operator.control import metrics
+from busload_operator.resources.service import PORT
+
+Values = dict[str, float]
+"""Sample name -> value, summed over the labels of a name (histogram buckets keep their bound in the name)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """The outcome for one pod: `values`, or None and `error`, one clause that says why."""
+
+    values: Values | None
+    error: str = ""
+
+
+class Scraper:
+    """Scrapes pods over its own connections. Use as an async context manager."""
+
+    def __init__(self, timeout: float = 1.5, max_bytes: int = 1 << 20, concurrency: int = 32, port: int = PORT):
+        self._timeout, self._max_bytes, self._port = timeout, max_bytes, port
+        self._slots = asyncio.Semaphore(concurrency)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> "Scraper":
+        # Pod addresses are never reached through a proxy.
+        self._session = aiohttp.ClientSession(trust_env=False, connector=aiohttp.TCPConnector(limit=0))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._session:
+            await self._session.close()
+
+    async def scrape(self, address: str) -> Scrape:
+        """One pod, by its IP address. Never raises for what a pod does."""
+        assert self._session is not None, "use the scraper as a context manager"
+        host = f"[{address}]" if ":" in address else address
+        url = f"http://{host}:{self._port}/metrics"
+        try:
+            async with self._slots, asyncio.timeout(self._timeout):
+                result = Scrape(parse(await self._read(self._session, url)))
+        except TimeoutError:
+            result = Scrape(None, f"{url} did not answer within {self._timeout:g} s")
+        except (aiohttp.ClientError, OSError) as error:
+            result = Scrape(None, f"{url} failed: {error}")
+        except ValueError as error:
+            result = Scrape(None, f"{url} sent no usable metrics: {error}")
+        metrics.SCRAPES.labels("failure" if result.values is None else "success").inc()
+        return result
+
+    async def _read(self, session: aiohttp.ClientSession, url: str) -> str:
+        async with session.get(url, allow_redirects=False) as response:
+            if response.status != 200:
+                raise ValueError(f"status {response.status}")
+            body = bytearray()
+            async for chunk in response.content.iter_chunked(65536):
+                body += chunk
+                if len(body) > self._max_bytes:
+                    raise ValueError(f"more than {self._max_bytes} bytes")
+            return body.decode("utf-8")
+
+
+def parse(text: str) -> Values:
+    """Parses the text exposition format. Raises ValueError for text that is not, or with no sample in it.
+
+    A body cut off in the middle of a line is refused too: its last number may lack digits.
+    """
+    if not text.endswith("\n"):
+        raise ValueError("the text ends in the middle of a line")
+    values: Values = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            bound = sample.labels.get("le")
+            name = f'{sample.name}{{le="{bound}"}}' if bound is not None else sample.name
+            values[name] = values.get(name, 0.0) + float(sample.value)
+    if not values:
+        raise ValueError("no samples")
+    return {name: value for name, value in values.items() if not math.isnan(value)}

@@ -1,0 +1,230 @@
+"""What the operator tells about a service: the whole `status`, from what was seen. Pure.
+
+Ready is True when the replicas that the spec asks for are ready, run the current generation of the spec, and no pod
+has failed. Replicas that the tuner adds on top do not make a serving service unready; Reconciling says that they come.
+Reconciling and Stalled exist only while they are true (kstatus).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from busload_operator.control import pods as pod_words
+from busload_operator.control import report
+from busload_operator.control.kinds import SERVICES, Object
+from busload_operator.control.service import Service
+from busload_operator.control.tuner import Tuner
+from busload_operator.resources.labels import selector_text
+from busload_operator.resources.service import PORT
+from busload_operator.tuning.types import Bottleneck, Mode
+
+MANAGER = "busload-status"
+CONDITION_TYPES = ("Ready", "Reconciling", "Stalled", "Tuning")
+# What a person waits for is written at once; the rest may lag a few seconds behind.
+_SLOW_FIELDS = ("observed", "law", "bottleneck")
+_MAX_CONDITION_MESSAGE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Why a service is stalled: it stays as it is until a person changes something."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a status is made from. `lagging` names pods that do not run the limits in force although told twice."""
+
+    service: Service
+    tuner: Tuner
+    deployment: Object | None
+    pods: Sequence[Object]
+    problem: Problem | None
+    failure: str
+    """Why the children could not be written this time, to be tried again; empty: they are as desired."""
+    lagging: tuple[str, ...]
+    now: str
+    """Wall clock, RFC 3339."""
+
+
+def build(seen: Seen) -> Object:
+    """The status that should be stored."""
+    service, tuner = seen.service, seen.tuner
+    old = service.live.get("status") or {}
+    here = [pod for pod in seen.pods if not pod_words.is_leaving(pod)]
+    conditions = [_ready(seen, here), _reconciling(seen, here), _stalled(seen), _tuning(seen)]
+    body: Object = {
+        "observedGeneration": service.generation,
+        "replicas": len(here),
+        "readyReplicas": sum(map(pod_words.is_ready, here)),
+        "selector": selector_text(service.key.name),
+        "endpoint": f"http://{service.key.name}.{service.key.namespace}.svc:{PORT}/v1",
+        "conditions": merge_conditions(old, [item for item in conditions if item], service.generation, seen.now),
+        "tuned": _tuned(tuner),
+        "decisions": tuner.decisions,
+        **findings(tuner, old),
+    }
+    return {name: value for name, value in body.items() if value not in (None, [])}
+
+
+def invalid(live: Object, message: str, now: str) -> Object:
+    """The status of a service whose spec cannot be used: everything else stays as it was."""
+    old = live.get("status") or {}
+    conditions: list[Object] = [
+        {"type": "Ready", "status": "False", "reason": "InvalidSpec", "message": message},
+        {"type": "Stalled", "status": "True", "reason": "InvalidSpec", "message": message},
+    ]
+    generation = live["metadata"]["generation"]
+    kept = {name: value for name, value in old.items() if name != "conditions"}
+    return {
+        **kept,
+        "observedGeneration": generation,
+        "conditions": merge_conditions(old, conditions, generation, now),
+    }
+
+
+def findings(tuner: Tuner, old: Object) -> Object:
+    """`bottleneck`, `observed` and `law`. A tuner that has seen nothing yet (a restart) leaves what was told before."""
+    result = tuner.result
+    if result is None or (result.observed is None and result.bottleneck is Bottleneck.STARTING and not tuner.overdue):
+        kept = {name: old[name] for name in _SLOW_FIELDS if name in old}
+        return {"bottleneck": Bottleneck.STARTING.value, **kept}
+    found: Object = {"bottleneck": result.bottleneck.value}
+    if result.observed is not None:
+        found["observed"] = report.observed(result.observed)
+    if result.law is not None:
+        found["law"] = report.law(result.law)
+    elif "law" in old:  # still the last one fitted
+        found["law"] = old["law"]
+    return found
+
+
+def differs(old: Object, new: Object) -> bool:
+    """Whether a stored status must be written: any field of ours, or any condition of ours, is not as it should be."""
+    names = (set(old) | set(new)) - {"conditions"}
+    if any(old.get(name) != new.get(name) for name in names):
+        return True
+    return _by_type(old) != _by_type(new)
+
+
+def urgent(old: Object, new: Object) -> bool:
+    """Whether the difference is more than a new reading of the instruments."""
+    return differs(
+        {name: value for name, value in old.items() if name not in _SLOW_FIELDS},
+        {name: value for name, value in new.items() if name not in _SLOW_FIELDS},
+    )
+
+
+def body(live: Object, status: Object) -> Object:
+    """The object to apply to the status subresource. The uid makes it an update of this very object."""
+    metadata = live["metadata"]
+    return {
+        "apiVersion": SERVICES.api_version,
+        "kind": SERVICES.name,
+        "metadata": {"name": metadata["name"], "namespace": metadata["namespace"], "uid": metadata["uid"]},
+        "status": status,
+    }
+
+
+def merge_conditions(old: Object, conditions: Sequence[Object], generation: int, now: str) -> list[Object]:
+    """Conditions with a `lastTransitionTime` that moves only when `status` changes."""
+    known = {item["type"]: item for item in old.get("conditions") or []}
+    merged = []
+    for item in conditions:
+        before = known.get(item["type"], {})
+        same = before.get("status") == item["status"] and before.get("lastTransitionTime")
+        times = {"lastTransitionTime": before["lastTransitionTime"] if same else now, "observedGeneration": generation}
+        merged.append({**item, "message": item["message"][:_MAX_CONDITION_MESSAGE], **times})
+    return merged
+
+
+def _by_type(status: Object) -> dict[str, Object]:
+    conditions = status.get("conditions") or []
+    return {item["type"]: item for item in conditions if item["type"] in CONDITION_TYPES}
+
+
+def _condition(kind: str, state: bool, reason: str, message: str) -> Object:
+    return {"type": kind, "status": "True" if state else "False", "reason": reason, "message": message}
+
+
+def _ready(seen: Seen, here: Sequence[Object]) -> Object:
+    if seen.problem:
+        return _condition("Ready", False, seen.problem.reason, seen.problem.message)
+    for pod in here:
+        failed = pod_words.trouble(pod)
+        if failed and failed[0] != "Unschedulable":
+            return _condition("Ready", False, *failed)
+    wanted = seen.service.asked_replicas
+    current, ready = _rollout(seen)
+    if ready >= wanted and current:
+        return _condition(
+            "Ready", True, "ReplicasReady", f"{wanted} of {wanted} replicas that the spec asks for are ready"
+        )
+    reason, message = _why_waiting(seen, here)
+    return _condition("Ready", False, reason, message)
+
+
+def _reconciling(seen: Seen, here: Sequence[Object]) -> Object | None:
+    if seen.problem:
+        return None
+    current, ready = _rollout(seen)
+    if current and ready == seen.tuner.in_force.replicas == len(here):
+        return None
+    return _condition("Reconciling", True, *_why_waiting(seen, here))
+
+
+def _rollout(seen: Seen) -> tuple[bool, int]:
+    """Whether the Deployment's controller has acted on what was applied, and how many pods of that are ready."""
+    status = (seen.deployment or {}).get("status") or {}
+    generation = (seen.deployment or {"metadata": {}})["metadata"].get("generation", 0)
+    if seen.failure or not seen.tuner.written or status.get("observedGeneration", -1) < generation:
+        return False, 0
+    updated, total = status.get("updatedReplicas", 0), status.get("replicas", 0)
+    return updated == total, min(status.get("readyReplicas", 0), updated)
+
+
+def _why_waiting(seen: Seen, here: Sequence[Object]) -> tuple[str, str]:
+    if seen.failure:
+        return "ApplyFailed", f"will be tried again: {seen.failure}"
+    for pod in here:
+        if found := pod_words.trouble(pod):
+            return found
+    if seen.deployment is not None and (found := pod_words.rollout_trouble(seen.deployment)):
+        return found
+    wanted, ready = seen.tuner.in_force.replicas, sum(map(pod_words.is_ready, here))
+    if not _rollout(seen)[0] and ready:
+        return "RollingOut", f"generation {seen.service.generation} is being rolled out; {ready} pods are ready"
+    if len(here) > wanted:
+        return "ScalingDown", f"{wanted} replicas are wanted, {len(here)} still run"
+    return "Starting", f"{ready} of {wanted} replicas are ready"
+
+
+def _stalled(seen: Seen) -> Object | None:
+    if seen.problem:
+        return _condition("Stalled", True, seen.problem.reason, seen.problem.message)
+    found = pod_words.rollout_trouble(seen.deployment) if seen.deployment else None
+    # Refused pods are tried again by Kubernetes itself; no progress for a quarter of an hour is not.
+    return _condition("Stalled", True, *found) if found and found[0] != "ReplicaFailure" else None
+
+
+def _tuning(seen: Seen) -> Object:
+    old = {item["type"]: item for item in (seen.service.live.get("status") or {}).get("conditions") or []}
+    result, mode = seen.tuner.result, seen.service.mode
+    if mode is Mode.OFF:
+        return _condition("Tuning", False, "Off", "spec.tuning.mode is Off: the service is observed and left as it is")
+    if seen.lagging:
+        return _condition("Tuning", False, "LimitsNotApplied", "; ".join(seen.lagging))
+    if result is None or (result.bottleneck is Bottleneck.STARTING and not seen.tuner.overdue):
+        message = "waits for the first observations of a ready pod"
+        return old.get("Tuning") or _condition("Tuning", False, "NoObservations", message)
+    if result.hold is not None:
+        return _condition("Tuning", False, "Holding", result.hold)
+    if mode is Mode.RECOMMEND:
+        return _condition("Tuning", True, "Recommending", "spec.tuning.mode is Recommend: changes are only reported")
+    return _condition("Tuning", True, "Observing", "settings follow the observed batch and queue")
+
+
+def _tuned(tuner: Tuner) -> Object:
+    in_force = tuner.in_force
+    return {"generation": in_force.generation, **in_force.limits.to_json(), "replicas": in_force.replicas}

@@ -1,0 +1,172 @@
+"""One service's tuner: what is in force, what the tuning core remembers, and what is told about it.
+
+Lives in memory. After a restart what is in force comes from the children and from `status`, never from defaults.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from busload_operator.control import metrics, report
+from busload_operator.control.kinds import Key, Object
+from busload_operator.control.logs import about
+from busload_operator.control.service import Service
+from busload_operator.resources.initial_limits import initial_limits
+from busload_operator.tuning.state import State
+from busload_operator.tuning.step import step
+from busload_operator.tuning.types import Bounds, Decision, Inputs, PodSample, Result, Scaling, Verdict
+from busload_runtime.contract import LIMITS_KEY, Limits, LimitsError, parse_limits
+
+log = logging.getLogger(__name__)
+_PATIENCE_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class InForce:
+    """What the children say: the limits, their generation, the replicas."""
+
+    limits: Limits
+    generation: int
+    replicas: int
+
+
+class Tuner:
+    """Call `conform` before children are applied, `observe` with each round of scrapes."""
+
+    def __init__(
+        self,
+        key: Key,
+        uid: str,
+        in_force: InForce,
+        decisions: list[Object],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.key, self.uid = key, uid
+        self._clock, self._born = clock, clock()
+        self.in_force = in_force
+        self.decisions = decisions
+        self.written = False
+        """Whether the children carry `in_force`. Nothing is decided on top of a change that is not written yet."""
+        self.runs: dict[str, int] = {}
+        """Generation of the limits that each pod reported in the last round of scrapes."""
+        self.result: Result | None = None
+        self._state = State.initial(next_id=max((int(entry["id"]) for entry in decisions), default=0) + 1)
+
+    @classmethod
+    def recover(cls, service: Service, config_map: Object | None, deployment: Object | None) -> "Tuner":
+        """The tuner of a service that this process has not seen before."""
+        status = service.live.get("status") or {}
+        in_force = _in_force(service, config_map, deployment, status.get("tuned") or {})
+        return cls(service.key, service.uid, in_force, [_abandoned(entry) for entry in status.get("decisions") or []])
+
+    @property
+    def overdue(self) -> bool:
+        """Whether observations should have come by now, so that what an earlier process told is out of date."""
+        return self._clock() - self._born > _PATIENCE_SECONDS
+
+    def conform(self, service: Service) -> None:
+        """Brings what is in force inside the spec's bounds; in External scaling the spec gives the replicas."""
+        limits = clamp(self.in_force.limits, service.bounds)
+        replicas = service.asked_replicas
+        if service.scaling is Scaling.OBSERVED:
+            replicas = service.bounds.replicas.clamp(self.in_force.replicas)
+        self._change(limits, replicas)
+
+    def observe(self, service: Service, samples: Sequence[PodSample], now: float) -> None:
+        """One step of the tuning core. Without effect while an earlier change is not written yet."""
+        if not self.written:
+            return
+        inputs = Inputs(
+            now=now,
+            pods=tuple(samples),
+            limits=self.in_force.limits,
+            generation=self.in_force.generation,
+            replicas=self.in_force.replicas,
+            bounds=service.bounds,
+            objectives=service.objectives,
+            mode=service.mode,
+            scaling=service.scaling,
+        )
+        self._state, self.result = step(self._state, inputs)
+        self._record(self.result)
+        replicas = self.result.replicas if service.scaling is Scaling.OBSERVED else self.in_force.replicas
+        self._change(self.result.limits, replicas)
+
+    def _change(self, limits: Limits, replicas: int) -> None:
+        old = self.in_force
+        generation = old.generation + (limits != old.limits)
+        self.in_force = InForce(limits, generation, replicas)
+        if self.in_force != old:
+            self.written = False
+
+    def _record(self, result: Result) -> None:
+        for closed in result.closed:
+            self._close(closed)
+        if made := result.decision:
+            wall = datetime.fromtimestamp(time.time(), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            self.decisions = report.newest([*self.decisions, report.decision(made, wall)])
+            metrics.DECISIONS.labels(made.knob.value).inc()
+            log.info("decision %d: %s", made.id, made.message, extra=about(*self.key))
+
+    def _close(self, closed: Decision) -> None:
+        self.decisions = [
+            {**entry, "outcome": report.outcome(closed)} if entry["id"] == closed.id else entry
+            for entry in self.decisions
+        ]
+        outcome = closed.outcome
+        log.info("decision %d: %s: %s", closed.id, outcome.verdict.value, outcome.message, extra=about(*self.key))
+
+
+def clamp(limits: Limits, bounds: Bounds) -> Limits:
+    """The limits moved inside the bounds; the token budget keeps room for one token per running request."""
+    batch_size = bounds.batch_size.clamp(limits.batch_size)
+    return replace(
+        limits,
+        max_sequence_length=bounds.max_sequence_length.clamp(limits.max_sequence_length),
+        kv_cache_percent=bounds.kv_cache_percent.clamp(limits.kv_cache_percent),
+        batch_size=batch_size,
+        token_budget=max(limits.token_budget, batch_size),
+    )
+
+
+def _in_force(service: Service, config_map: Object | None, deployment: Object | None, tuned: Object) -> InForce:
+    replicas = int(tuned.get("replicas") or service.bounds.replicas.min)
+    if deployment is not None:
+        replicas = int((deployment.get("spec") or {}).get("replicas", replicas))
+    known_generation = int(tuned.get("generation") or 0)
+    text = ((config_map or {}).get("data") or {}).get(LIMITS_KEY)
+    if text is not None:
+        try:
+            document = parse_limits(text)
+            return InForce(document.default, document.generation, replicas)
+        except LimitsError as error:
+            log.warning(
+                "limits of the ConfigMap are not usable (%s); taken from status", error, extra=about(*service.key)
+            )
+    if limits := _limits_of_status(tuned):
+        return InForce(limits, known_generation + 1, replicas)
+    return InForce(initial_limits(service.parsed.spec), known_generation + 1, replicas)
+
+
+def _limits_of_status(tuned: Object) -> Limits | None:
+    try:
+        return Limits(
+            max_sequence_length=int(tuned["maxSequenceLength"]),
+            batch_size=int(tuned["batchSize"]),
+            kv_cache_percent=int(tuned["kvCachePercent"]),
+            token_budget=int(tuned["tokenBudget"]),
+            max_queued_requests=int(tuned["maxQueuedRequests"]),
+            max_queued_tokens=int(tuned["maxQueuedTokens"]),
+        )
+    except (KeyError, ValueError):
+        return None
+
+
+def _abandoned(entry: Object) -> Object:
+    """A decision whose outcome nobody measures any more, because the process that made it has ended."""
+    if (entry.get("outcome") or {}).get("verdict") != Verdict.PENDING:
+        return entry
+    message = "the operator restarted before the outcome was measured"
+    return {**entry, "outcome": {**entry["outcome"], "verdict": Verdict.INCONCLUSIVE.value, "message": message}}
