@@ -1,0 +1,124 @@
+"""Chooses at most one change. Settings come before replicas: they cost nothing and work within seconds."""
+
+from dataclasses import replace
+
+from busload_operator.tuning import words
+from busload_operator.tuning.fit import TRUSTED_BEYOND
+from busload_operator.tuning.scale import add_replicas, remove_replica
+from busload_operator.tuning.settings import Candidate, Situation, batch_ceiling, predict, raise_batch, raise_kv_cache
+from busload_operator.tuning.state import Phase
+from busload_operator.tuning.types import Knob, Prediction, Reason
+
+WINDOWS = 3
+"""Windows in a row that must show a miss."""
+WINDOWS_BADLY_MISSED = 2
+"""The same, when the wait is over twice the objective."""
+SETTINGS_SECONDS = 60.0
+"""How long a missed objective may be met with settings alone."""
+LOW_SECONDS = 300.0
+"""How long low use must last, and the pause between two slow changes."""
+
+
+def decide(s: Situation) -> Candidate | str | None:
+    """The change to make now; or why none is made although an objective is missed; or None."""
+    streak, objective = s.state.streak, s.inputs.objectives.time_to_first_token
+    if streak.phase is Phase.SLOW:
+        if streak.count < WINDOWS:
+            return _more_windows(streak.count, WINDOWS)
+        text = f"a token takes {words.seconds(s.seen.itl)} and nothing waits, so no larger batch helps"
+        return add_replicas(s, Reason.INTER_TOKEN_OBJECTIVE_MISSED, text)
+    if streak.phase is Phase.CALM:
+        return _lower(s)
+    if s.wait is None:
+        return f"{words.number(s.seen.queue)} requests wait, but for how long is not known before one has finished"
+    if s.wait <= objective:
+        return None
+    needed = WINDOWS_BADLY_MISSED if s.wait > 2 * objective else WINDOWS
+    if streak.count < needed:
+        return _more_windows(streak.count, needed)
+    return _clear_wait(s)
+
+
+def _more_windows(seen: int, needed: int) -> str:
+    return f"an objective is missed in {words.count(seen, 'window')}; a change needs {needed} in a row"
+
+
+def _clear_wait(s: Situation) -> Candidate | str:
+    settings = [raise_batch(s), raise_kv_cache(s)]
+    possible = [c for c in settings if isinstance(c, Candidate)]
+    if not possible:
+        why = _why_not(s, [c for c in settings if isinstance(c, str)])
+        return add_replicas(s, Reason.SETTINGS_CANNOT_CLEAR_WAIT, why)
+    # Largest predicted throughput first.
+    best = max(possible, key=lambda c: c.prediction.tokens_per_second or 0.0)
+    if _overdue(s):
+        why = f"the time to first token is missed for over {SETTINGS_SECONDS:.0f} s"
+        replicas = add_replicas(s, Reason.TIME_LIMIT_PASSED, why)
+    elif (hopeless := _hopeless(s)) is not None:
+        replicas = add_replicas(s, Reason.SETTINGS_CANNOT_CLEAR_WAIT, hopeless)
+    else:
+        return best
+    return replicas if isinstance(replicas, Candidate) else best
+
+
+def overdue_replicas(s: Situation) -> Candidate | None:
+    """While another change is on trial: the replicas that a long missed objective must not wait for."""
+    objective = s.inputs.objectives.time_to_first_token
+    if s.state.streak.phase is not Phase.QUEUE or s.wait is None or s.wait <= objective or not _overdue(s):
+        return None
+    why = f"the time to first token is missed for over {SETTINGS_SECONDS:.0f} s"
+    found = add_replicas(s, Reason.TIME_LIMIT_PASSED, why)
+    return found if isinstance(found, Candidate) else None
+
+
+def _overdue(s: Situation) -> bool:
+    return s.state.missed_since is not None and s.inputs.now - s.state.missed_since > SETTINGS_SECONDS
+
+
+def _why_not(s: Situation, reasons: list[str]) -> str:
+    """The reason that belongs to what limits the service, for the message of the replica decision."""
+    own = [r for r in reasons if "is not what requests wait for" not in r]
+    if own:
+        return own[0]
+    return f"no setting clears a {s.diagnosis.bottleneck} wait"
+
+
+def _hopeless(s: Situation) -> str | None:
+    """Why even the largest allowed batch is predicted not to clear the wait; None when it may, or when the law would
+    have to be stretched to say so."""
+    law, ceiling = s.usable_law, batch_ceiling(s)
+    if law is None or ceiling.value > TRUSTED_BEYOND * law.batch_max:
+        return None
+    wait = predict(s, ceiling.value).wait
+    if wait is None or wait <= s.inputs.objectives.time_to_first_token:
+        return None
+    return f"even batchSize {ceiling.value} is predicted to leave a wait of {words.seconds(wait)}"
+
+
+def _lower(s: Situation) -> Candidate | str | None:
+    """After a long calm: one replica less, or a smaller batch limit; replicas cost, so they go first."""
+    usage, now = s.state.usage, s.inputs.now
+    if not usage or usage[-1].at - usage[0].at < LOW_SECONDS or any(u.queue > 0.05 for u in usage):
+        return None
+    if s.state.changed_at is not None and now - s.state.changed_at < LOW_SECONDS:
+        return None
+    fewer = remove_replica(s, s.seen, usage)
+    if isinstance(fewer, Candidate):
+        return fewer
+    return _lower_batch(s) or fewer
+
+
+def _lower_batch(s: Situation) -> Candidate | None:
+    now, bounds = s.inputs.limits.batch_size, s.inputs.bounds
+    peak = max(u.running_per_pod for u in s.state.usage)
+    floor = max(bounds.batch_size.clamp(bounds.batch_size_initial), round(2 * peak))
+    after = max(floor, now // 2)
+    if after >= now:
+        return None
+    message = (
+        f"batchSize {now} -> {after}: for {LOW_SECONDS:.0f} s at most {peak:.0f} requests ran at once in a pod and "
+        f"none waited; {after} leaves room for twice that."
+    )
+    prediction = Prediction(s.seen.tokens_per_second, 0.0, s.seen.itl, "the load of the last five minutes")
+    limits = replace(s.inputs.limits, batch_size=after)
+    return Candidate(Knob.BATCH_SIZE, now, after, Reason.LOW_USE, message, prediction, limits, s.inputs.replicas)

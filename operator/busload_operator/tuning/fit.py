@@ -1,0 +1,154 @@
+"""The step law, fitted online: busy = a*steps + b*sum(batch) + c*sum(kv) + d*prefill tokens, all >= 0.
+
+Each pod window is one equation, weighted 1/busy^2 (so errors are relative), with slow forgetting. Only sums are kept.
+Non-negative least squares with four unknowns is solved exactly by trying every set of non-zero ones: 15 small systems.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from busload_operator.tuning.types import Law
+from busload_operator.tuning.window import PodWindow
+
+FORGETTING = 0.9995
+"""Weight of a window one window later: a half-life of 1,386 pod windows, 46 minutes of one pod at 2 s."""
+MIN_SAMPLES = 20
+MAX_ERROR = 0.15
+MIN_SPREAD = 1.5
+"""Largest over smallest batch seen: below this a and b cannot be told apart."""
+TRUSTED_BEYOND = 1.3
+"""Factor past the batches seen up to which a prediction is not called extrapolated."""
+_BIN_WINDOWS = 3
+_RIDGE = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class BatchBin:
+    """Windows with about this batch (half an octave wide)."""
+
+    index: int
+    count: int
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Sufficient statistics of the weighted least squares problem."""
+
+    gram: tuple[tuple[float, ...], ...] = ((0.0,) * 4,) * 4
+    moment: tuple[float, ...] = (0.0,) * 4
+    weight: float = 0.0
+    samples: int = 0
+    bins: tuple[BatchBin, ...] = ()
+
+
+def add(fit: Fit, window: PodWindow) -> Fit:
+    """The fit with one more window; windows with too few steps to mean anything change nothing."""
+    if window.steps < 3 or window.busy_seconds <= 0 or window.step_batch <= 0:
+        return fit
+    work = (window.steps, window.step_batch, window.step_kv_tokens, window.prefill_tokens)
+    row = [value / window.busy_seconds for value in work]
+    gram = tuple(
+        tuple(FORGETTING * old + row[i] * row[j] for j, old in enumerate(line)) for i, line in enumerate(fit.gram)
+    )
+    moment = tuple(FORGETTING * old + row[i] for i, old in enumerate(fit.moment))
+    bins = _count(fit.bins, window.step_batch / window.steps)
+    return Fit(gram, moment, FORGETTING * fit.weight + 1.0, fit.samples + 1, bins)
+
+
+def _count(bins: tuple[BatchBin, ...], batch: float) -> tuple[BatchBin, ...]:
+    index = math.floor(2 * math.log2(batch))
+    old = next((b for b in bins if b.index == index), BatchBin(index, 0, batch, batch))
+    new = BatchBin(index, old.count + 1, min(old.low, batch), max(old.high, batch))
+    return tuple(sorted([b for b in bins if b.index != index] + [new], key=lambda b: b.index))
+
+
+def solve(fit: Fit) -> Law | None:
+    """The law of the windows so far; None before the first."""
+    if fit.samples == 0:
+        return None
+    scale = [math.sqrt(fit.gram[i][i]) or 1.0 for i in range(4)]
+    best: tuple[float, tuple[float, ...]] | None = None
+    # Fewer unknowns first: a further one must lower the error by more than 1% (b and c are nearly collinear).
+    for size in range(1, 5):
+        solved = (_solve_active(fit, active, scale) for active in itertools.combinations(range(4), size))
+        errors = [(_error(fit, theta), theta) for theta in solved if theta is not None]
+        if errors and (best is None or min(errors)[0] < 0.99 * best[0]):
+            best = min(errors)
+    if best is None:
+        return None
+    error, (a, b, c, d) = best
+    known = [b for b in fit.bins if b.count >= _BIN_WINDOWS] or list(fit.bins)
+    low, high = known[0].low, known[-1].high
+    usable = fit.samples >= MIN_SAMPLES and error <= MAX_ERROR and high >= MIN_SPREAD * low
+    return Law(a, b, c, d, error=error, samples=fit.samples, batch_min=low, batch_max=high, usable=usable)
+
+
+def _solve_active(fit: Fit, active: tuple[int, ...], scale: list[float]) -> tuple[float, ...] | None:
+    """Least squares with only these unknowns non-zero; None when one comes out negative or the system is singular."""
+    if any(fit.gram[i][i] == 0 for i in active):
+        return None
+    matrix = [
+        [fit.gram[i][j] / (scale[i] * scale[j]) + (_RIDGE if i == j else 0.0) for j in active]
+        + [fit.moment[i] / scale[i]]
+        for i in active
+    ]
+    size = len(active)
+    for column in range(size):
+        pivot = max(range(column, size), key=lambda r: abs(matrix[r][column]))
+        if abs(matrix[pivot][column]) < 1e-12:
+            return None
+        matrix[column], matrix[pivot] = matrix[pivot], matrix[column]
+        for r in range(size):
+            if r != column:
+                factor = matrix[r][column] / matrix[column][column]
+                matrix[r] = [x - factor * y for x, y in zip(matrix[r], matrix[column], strict=True)]
+    solution = [matrix[k][size] / matrix[k][k] for k in range(size)]
+    if any(value < 0 for value in solution):
+        return None
+    theta = [0.0] * 4
+    for k, i in enumerate(active):
+        theta[i] = solution[k] / scale[i]
+    return tuple(theta)
+
+
+def _error(fit: Fit, theta: tuple[float, ...]) -> float:
+    """Weighted root mean square of 1 - predicted/busy."""
+    square = fit.weight
+    for i in range(4):
+        square -= 2 * theta[i] * fit.moment[i]
+        for j in range(4):
+            square += theta[i] * theta[j] * fit.gram[i][j]
+    return math.sqrt(max(square, 0.0) / fit.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What one decoding request costs beside its place: the lengths seen."""
+
+    kv_per_request: float
+    prefill_per_token: float
+
+
+def slope(law: Law, work: Workload) -> float:
+    """Seconds that one more request in the batch adds to a step: g = b + c*h + d*P/D."""
+    return law.b + law.c * work.kv_per_request + law.d * work.prefill_per_token
+
+
+def step_seconds(law: Law, work: Workload, batch: float) -> float:
+    """t(B) = a + B*g in steady state, where each step also computes B*P/D prompt tokens."""
+    return law.a + batch * slope(law, work)
+
+
+def tokens_per_second(law: Law, work: Workload, batch: float) -> float:
+    """B / t(B) of one pod."""
+    seconds = step_seconds(law, work, batch)
+    return batch / seconds if seconds > 0 else 0.0
+
+
+def batch_within(law: Law, work: Workload, seconds: float) -> float:
+    """The largest batch whose step stays within so many seconds (0 when none does)."""
+    g = slope(law, work)
+    return max(0.0, (seconds - law.a) / g) if g > 0 else math.inf

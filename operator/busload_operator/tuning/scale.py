@@ -1,0 +1,134 @@
+"""Candidates that change the number of replicas: computed from work offered and capacity measured."""
+
+import math
+
+from busload_operator.tuning import words
+from busload_operator.tuning.fit import TRUSTED_BEYOND, batch_within, tokens_per_second
+from busload_operator.tuning.settings import ITL_MARGIN, Candidate, Situation
+from busload_operator.tuning.state import Usage
+from busload_operator.tuning.types import Knob, Prediction, Reason, Scaling
+from busload_operator.tuning.window import View, view
+
+UTILISATION = 0.85
+"""Share of capacity that offered work may use: the rest is for variance (policy's starting kappa)."""
+ASSUMED_STARTUP = 30.0
+"""Seconds from asking for a replica to its first token, until one was measured."""
+DRAIN_SECONDS = 60.0
+"""In which a backlog should be gone."""
+
+
+def add_replicas(s: Situation, reason: Reason, why: str) -> Candidate | str:
+    """More replicas, by the computed number, or why not. `why` says why no setting is changed instead."""
+    n, most = s.inputs.replicas, s.inputs.bounds.replicas.max
+    if s.inputs.scaling is Scaling.EXTERNAL:
+        return f"{why}; replicas are scaled externally"
+    if n >= most:
+        return f"{why}; bounds.replicas.max is {most}"
+    wanted = _for_inter_token(s) if reason is Reason.INTER_TOKEN_OBJECTIVE_MISSED else _for_wait(s)
+    if isinstance(wanted, str):
+        return f"{why}; {wanted}"
+    after = min(most, wanted)
+    each = s.seen.tokens_per_second / s.seen.pods
+    wait = _wait_with(s, after)
+    prediction = Prediction(after * each, wait, None, f"{words.number(each)} tokens/s measured per replica, at best")
+    tail = f", a wait of {words.seconds(wait)}" if wait is not None else ""
+    message = (
+        f"replicas {n} -> {after}: {why}; {words.number(s.seen.queue)} requests wait {s.wait_text}; expected at best "
+        f"{words.number(after * each)} tokens/s{tail} ({prediction.basis})."
+    )
+    return Candidate(Knob.REPLICAS, n, after, reason, message, prediction, s.inputs.limits, after)
+
+
+def _for_wait(s: Situation) -> int | str:
+    """Offered work plus backlog over capacity, in replicas."""
+    n, pods, length = s.inputs.replicas, s.seen.pods, s.state.output_length
+    each = s.seen.busy_tokens_per_second / pods
+    if length is None or each <= 0:
+        # Nothing finished yet: what a request costs is unknown, so the smallest step.
+        return n + 1 if pods >= n else "replicas are still starting"
+    startup = s.state.startup_seconds or ASSUMED_STARTUP
+    offered = _arrivals(s) * length
+    backlog = s.seen.queue * length
+    left = backlog + (offered - n * each) * startup
+    if left <= 0:
+        gone = backlog / (n * each - offered)
+        return f"the queue is predicted to be gone in {gone:.0f} s, a replica takes {startup:.0f} s to start"
+    wanted = math.ceil((offered / UTILISATION + left / DRAIN_SECONDS) / each - 0.1)
+    if pods >= n:
+        return max(wanted, n + 1)
+    return wanted if wanted > n else "the replicas that are starting are predicted to suffice"
+
+
+def _arrivals(s: Situation) -> float:
+    """Requests per second of all pods since the queue stands. The window in which it began is left out: a burst is
+    backlog, not a rate that goes on."""
+    later = view(w for w in s.state.windows if w.end > s.state.streak.first_end)
+    return later.arrived_per_second if later is not None else s.seen.arrived_per_second
+
+
+def _for_inter_token(s: Situation) -> int | str:
+    """So many that the batch of each fits the inter-token objective."""
+    objective, n = s.inputs.objectives.inter_token_latency, s.inputs.replicas
+    if s.seen.pods < n:
+        return "replicas are still starting"
+    if s.seen.batch <= 1.2:
+        return (
+            f"a token takes {words.seconds(s.seen.itl)} even at a batch of {s.seen.batch:.1f}, so no number of "
+            f"replicas meets the inter-token objective of {words.seconds(objective)}"
+        )
+    law = s.usable_law
+    if law is None:
+        return n + 1
+    fits = batch_within(law, s.work, ITL_MARGIN * objective)
+    if fits < 1:
+        return f"by the step law no batch meets the inter-token objective of {words.seconds(objective)}"
+    return max(n + 1, math.ceil(s.seen.batch * s.seen.pods / fits))
+
+
+def _wait_with(s: Situation, replicas: int) -> float | None:
+    if s.wait is None:
+        return None
+    return s.wait * s.seen.pods / replicas
+
+
+def fewer_replicas_hold(s: Situation, usage: tuple[Usage, ...]) -> str | None:
+    """None when the highest load of `usage` is predicted to fit one replica less; else why not."""
+    left = s.inputs.replicas - 1
+    running = max(u.running for u in usage)
+    load = max(u.tokens_per_second for u in usage) / left
+    if running <= left:
+        return None
+    law = s.usable_law
+    if law is None:
+        return f"up to {running:.0f} requests ran at once and the step law is not known yet"
+    capacity = tokens_per_second(law, s.work, _best_batch(s))
+    if load > UTILISATION * capacity:
+        return f"{left} replicas would carry {words.number(load)} of {words.number(capacity)} tokens/s each"
+    return None
+
+
+def _best_batch(s: Situation) -> float:
+    law = s.usable_law
+    assert law is not None
+    within = batch_within(law, s.work, ITL_MARGIN * s.inputs.objectives.inter_token_latency)
+    return min(float(s.inputs.limits.batch_size), within, TRUSTED_BEYOND * law.batch_max)
+
+
+def remove_replica(s: Situation, seen: View, usage: tuple[Usage, ...]) -> Candidate | str | None:
+    """One replica less, why not, or None when there is nothing to remove."""
+    n = s.inputs.replicas
+    if s.inputs.scaling is Scaling.EXTERNAL or n <= s.inputs.bounds.replicas.min:
+        return None
+    if seen.pods < n or not s.complete:
+        return f"replicas stay at {n}: not every one of them is ready and speaks"
+    if (refused := max(s.refused(Knob.REPLICAS), default=0)) >= n - 1:
+        return f"replicas stay at {n}: {refused} were too few a while ago"
+    if (why := fewer_replicas_hold(s, usage)) is not None:
+        return f"replicas stay at {n}: {why}"
+    peak = max(u.running for u in usage)
+    message = (
+        f"replicas {n} -> {n - 1}: for {usage[-1].at - usage[0].at:.0f} s at most {peak:.0f} requests ran at once and "
+        f"none waited; {n - 1} are predicted to hold that."
+    )
+    prediction = Prediction(seen.tokens_per_second, 0.0, None, "the load of the last five minutes")
+    return Candidate(Knob.REPLICAS, n, n - 1, Reason.LOW_USE, message, prediction, s.inputs.limits, n - 1)

@@ -1,0 +1,193 @@
+"""Candidates that change a setting: what they would bring, or why they are out."""
+
+from dataclasses import dataclass, replace
+
+from busload_operator.tuning import words
+from busload_operator.tuning.diagnose import KV_ROOM, Diagnosis
+from busload_operator.tuning.fit import TRUSTED_BEYOND, Workload, batch_within, step_seconds, tokens_per_second
+from busload_operator.tuning.state import State
+from busload_operator.tuning.types import Bottleneck, Inputs, Knob, Law, Prediction, Reason
+from busload_operator.tuning.window import View
+from busload_runtime.contract import Limits
+
+MIN_GAIN = 0.15
+"""Dead band: twice the error of a good law."""
+MAX_FACTOR = 2.0
+"""A change at most doubles: the law says little further out."""
+ITL_MARGIN = 0.9
+"""Share of the inter-token objective that a mean step may use; the rest is for the noise of steps."""
+KV_MARGIN = 0.9
+"""Share of the KV pool that the mean request lengths may fill; the rest spares preemptions."""
+KV_STEP = 20
+"""Percentage points per change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What a decision is made from."""
+
+    inputs: Inputs
+    state: State
+    seen: View
+    """Over the windows since the objective is missed (or since it is met), at most 15 s."""
+    wait: float | None
+    wait_is_lower_bound: bool
+    law: Law | None
+    diagnosis: Diagnosis
+    complete: bool
+    """Every ready pod speaks."""
+
+    @property
+    def work(self) -> Workload:
+        return Workload(self.seen.kv_per_request, self.seen.prefill_per_token)
+
+    @property
+    def usable_law(self) -> Law | None:
+        return self.law if self.law is not None and self.law.usable else None
+
+    @property
+    def wait_text(self) -> str:
+        return ("at least " if self.wait_is_lower_bound else "") + words.seconds(self.wait)
+
+    def refused(self, knob: Knob) -> list[int]:
+        """The values of the knob that were tried and did not help lately."""
+        return [r.value for r in self.state.refused if r.knob == knob and r.until > self.inputs.now]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    knob: Knob
+    before: int
+    after: int
+    reason: Reason
+    message: str
+    prediction: Prediction
+    limits: Limits
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """The largest useful value of a setting, and what sets it."""
+
+    value: int
+    because: str
+
+
+def batch_ceiling(s: Situation) -> Ceiling:
+    """The largest batch limit that bounds, memory, the inter-token objective and experience allow."""
+    bounds, seen, objective = s.inputs.bounds, s.seen, s.inputs.objectives.inter_token_latency
+    ceilings = [Ceiling(bounds.batch_size.max, f"bounds.batchSize.max is {bounds.batch_size.max}")]
+    if seen.kv_per_request > 0:
+        fits = int(KV_MARGIN * seen.kv_tokens / seen.kv_per_request)
+        ceilings.append(
+            Ceiling(fits, f"the KV cache holds {fits} requests of {seen.kv_per_request:.0f} tokens in {KV_MARGIN:.0%}")
+        )
+    if (law := s.usable_law) is not None:
+        within = batch_within(law, s.work, ITL_MARGIN * objective)
+        if within < 1e6:
+            text = f"the step law allows a batch of {within:.0f} within the inter-token objective of"
+            ceilings.append(Ceiling(int(within), f"{text} {words.seconds(objective)}"))
+    elif seen.itl is not None and seen.itl >= ITL_MARGIN * objective:
+        text = f"a token takes {words.seconds(seen.itl)} already, of an objective of {words.seconds(objective)}"
+        ceilings.append(Ceiling(s.inputs.limits.batch_size, text))
+    if refused := s.refused(Knob.BATCH_SIZE):
+        ceilings.append(Ceiling(min(refused) - 1, f"{min(refused)} did not help a while ago"))
+    return min(ceilings, key=lambda c: c.value)
+
+
+def raise_batch(s: Situation) -> Candidate | str:
+    """A larger batch limit, or why not."""
+    now = s.inputs.limits.batch_size
+    if s.diagnosis.bottleneck not in (Bottleneck.SLOT_BOUND, Bottleneck.SATURATED):
+        return "the batch limit is not what requests wait for"
+    if s.seen.kv_used >= KV_ROOM:
+        return f"the KV cache is {words.percent(s.seen.kv_used)} full, a larger batch needs room in it"
+    ceiling = batch_ceiling(s)
+    after = min(ceiling.value, int(MAX_FACTOR * now))
+    if after <= now:
+        return f"batchSize stays at {now}: {ceiling.because}"
+    prediction = predict(s, after)
+    if not worthwhile(s, prediction):
+        return f"batchSize {after} is predicted to bring only {words.number(prediction.tokens_per_second)} tokens/s"
+    limits = replace(s.inputs.limits, batch_size=after, token_budget=max(s.inputs.limits.token_budget, after))
+    message = (
+        f"batchSize {now} -> {after}: {words.number(s.seen.queue)} requests wait {s.wait_text} (objective "
+        f"{words.seconds(s.inputs.objectives.time_to_first_token)}) because the batch limit of {now} is used up, "
+        f"while the KV cache is at most {words.percent(s.seen.kv_used)} full; expected {_expected(prediction)}."
+    )
+    return Candidate(
+        Knob.BATCH_SIZE, now, after, Reason.WAIT_FROM_BATCH_LIMIT, message, prediction, limits, s.inputs.replicas
+    )
+
+
+def raise_kv_cache(s: Situation) -> Candidate | str:
+    """A larger share of memory for the KV cache, or why not."""
+    now, allowed = s.inputs.limits.kv_cache_percent, s.inputs.bounds.kv_cache_percent.max
+    if s.diagnosis.bottleneck != Bottleneck.KV_BOUND:
+        return "the KV cache is not what requests wait for"
+    after = min(allowed, now + KV_STEP)
+    if refused := s.refused(Knob.KV_CACHE_PERCENT):
+        after = min(after, min(refused) - 1)
+    if after <= now:
+        because = f"{min(refused)} did not help a while ago" if refused else f"bounds.kvCachePercent.max is {allowed}"
+        return f"kvCachePercent stays at {now}: {because}"
+    batch = min(s.seen.batch * after / now, float(s.inputs.limits.batch_size))
+    prediction = predict(s, batch)
+    if not worthwhile(s, prediction) and s.seen.preemptions == 0:
+        return (
+            f"kvCachePercent {after} is predicted to bring only {words.number(prediction.tokens_per_second)} tokens/s"
+        )
+    message = (
+        f"kvCachePercent {now} -> {after}: {words.number(s.seen.queue)} requests wait {s.wait_text} because the KV "
+        f"cache is {words.percent(s.seen.kv_used)} full ({words.count(s.seen.preemptions, 'preemption')}); expected "
+        f"{_expected(prediction)}."
+    )
+    limits = replace(s.inputs.limits, kv_cache_percent=after)
+    return Candidate(
+        Knob.KV_CACHE_PERCENT, now, after, Reason.WAIT_FROM_KV_CACHE, message, prediction, limits, s.inputs.replicas
+    )
+
+
+def predict(s: Situation, places: float) -> Prediction:
+    """What a pod with so many places would do with the present queue.
+
+    With the law the measured figures are scaled by the law's ratio, so that a constant error of the law cancels.
+    Without it only a bound is known: step time does not fall when the batch grows.
+    """
+    seen = s.seen
+    batch = max(seen.batch, min(places, seen.batch + seen.queue / seen.pods))
+    growth = batch / seen.batch if seen.batch > 0 else 1.0
+    queue = max(0.0, seen.queue - (batch - seen.batch) * seen.pods)
+    law = s.usable_law
+    if law is None:
+        speedup, slower = growth, None
+        basis = "step law not known yet: linear bound, at best"
+    else:
+        now = tokens_per_second(law, s.work, seen.batch)
+        speedup = tokens_per_second(law, s.work, batch) / now if now > 0 else 1.0
+        slower = step_seconds(law, s.work, batch) / step_seconds(law, s.work, seen.batch)
+        basis = f"step law (error {words.percent(law.error)}, {law.samples} windows)"
+        if batch > TRUSTED_BEYOND * law.batch_max:
+            basis += f", extrapolated: batches up to {law.batch_max:.1f} were seen"
+    wait = None
+    if s.wait is not None and seen.queue > 0:
+        wait = s.wait * queue / seen.queue / speedup
+    itl = seen.itl * slower if seen.itl is not None and slower is not None else None
+    return Prediction(seen.tokens_per_second * speedup, wait, itl, basis)
+
+
+def worthwhile(s: Situation, prediction: Prediction) -> bool:
+    """Over the dead band, or enough to meet the objective."""
+    after, before = prediction.tokens_per_second, s.seen.tokens_per_second
+    gains = after is not None and after > (1 + MIN_GAIN) * before
+    return gains or (prediction.wait is not None and prediction.wait <= s.inputs.objectives.time_to_first_token)
+
+
+def _expected(prediction: Prediction) -> str:
+    parts = [f"{words.number(prediction.tokens_per_second)} tokens/s"]
+    if prediction.wait is not None:
+        parts.append(f"a wait of {words.seconds(prediction.wait)}")
+    if prediction.inter_token_latency is not None:
+        parts.append(f"{words.seconds(prediction.inter_token_latency)} per token")
+    return f"{', '.join(parts)} ({prediction.basis})"

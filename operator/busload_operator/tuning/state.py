@@ -1,0 +1,111 @@
+"""What the core remembers from step to step. Immutable: `step` returns a new one."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from busload_operator.tuning.fit import Fit
+from busload_operator.tuning.types import Decision, Knob
+from busload_operator.tuning.window import Base, PodWindow
+from busload_runtime.contract import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """How busy the service was in one step; kept for the slow decisions."""
+
+    at: float
+    running_per_pod: float
+    """Highest number of running requests of any pod."""
+    running: float
+    """Running requests of all pods."""
+    queue: float
+    tokens_per_second: float
+
+
+class Phase(StrEnum):
+    CALM = "calm"
+    QUEUE = "queue"
+    """Requests wait."""
+    SLOW = "slow"
+    """Nothing waits, but tokens take longer than the objective."""
+
+
+@dataclass(frozen=True, slots=True)
+class Streak:
+    """Steps in a row whose windows show the same phase."""
+
+    phase: Phase = Phase.CALM
+    count: int = 0
+    since: float = 0.0
+    """Start of the first window."""
+    first_end: float = 0.0
+    """End of the first windows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A change whose outcome is not known yet."""
+
+    decision: Decision
+    limits_before: Limits
+    limits_after: Limits
+    replicas_before: int
+    replicas_after: int
+    tokens_per_second_before: float | None
+    """Capacity while there was load; None: there was none."""
+    inter_token_before: float | None
+    applied_at: float | None = None
+    """When the pods were first seen with the new values."""
+    quiet: int = 0
+    """Steps in a row without load since then."""
+    loaded: tuple[PodWindow, ...] = ()
+    """Windows under load since then, the first of each pod left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A value that did not help: not tried again at once."""
+
+    knob: Knob
+    value: int
+    """Values from here on (batchSize, kvCachePercent: upwards)."""
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Recommended:
+    """A recommendation that was made: none for this knob at this value is made again until then."""
+
+    knob: Knob
+    before: int
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    next_id: int = 1
+    bases: tuple[tuple[str, Base], ...] = ()
+    windows: tuple[PodWindow, ...] = ()
+    """Of the last minute."""
+    fit: Fit = field(default_factory=Fit)
+    output_length: float | None = None
+    """Mean output tokens of finished requests, slowly forgetting."""
+    usage: tuple[Usage, ...] = ()
+    """Of the last five minutes, without a hole: cleared when a step knew too little or the settings changed."""
+    streak: Streak = field(default_factory=Streak)
+    missed_since: float | None = None
+    """Start of the present run of windows whose wait is over the objective."""
+    pending: Pending | None = None
+    restored: Limits | None = None
+    """Limits that a rollback asked for, until they are in force."""
+    changed_at: float | None = None
+    """Last change of any knob."""
+    refused: tuple[Refused, ...] = ()
+    recommended: tuple[Recommended, ...] = ()
+    startup_seconds: float | None = None
+    """Measured: from asking for a replica to its being ready."""
+
+    @classmethod
+    def initial(cls, next_id: int = 1) -> "State":
+        """Nothing known. `next_id` continues the numbering of decisions after a restart of the operator."""
+        return cls(next_id=next_id)

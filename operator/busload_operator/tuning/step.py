@@ -1,0 +1,301 @@
+"""The whole loop of one service, once: observe, fit, diagnose, verify, decide. Deterministic, no I/O, no clock."""
+
+from dataclasses import dataclass, replace
+
+from busload_operator.tuning import words
+from busload_operator.tuning.decide import LOW_SECONDS, decide, overdue_replicas
+from busload_operator.tuning.diagnose import QUEUE, Diagnosis, diagnose
+from busload_operator.tuning.fit import solve
+from busload_operator.tuning.observe import SHOWN_SECONDS, Picture, observe, wait_seconds
+from busload_operator.tuning.settings import Candidate, Situation
+from busload_operator.tuning.state import Pending, Phase, Recommended, State, Streak, Usage
+from busload_operator.tuning.types import (
+    Bottleneck,
+    Bounds,
+    Decision,
+    Inputs,
+    Knob,
+    Law,
+    Mode,
+    Outcome,
+    Reason,
+    Result,
+    Scaling,
+    Verdict,
+)
+from busload_operator.tuning.verify import APPLY_SECONDS, RETRY_SECONDS, Judgement, follow
+from busload_operator.tuning.window import PodWindow, View, view
+from busload_runtime.contract import Limits
+
+USAGE_GAP = 20.0
+"""Seconds without full sight after which the record of use starts anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What should be in force after this step."""
+
+    limits: Limits
+    replicas: int
+
+
+def step(state: State, inputs: Inputs) -> tuple[State, Result]:
+    """One look at the service and at most one change. See `Result` for what comes out; bad data never raises."""
+    state, picture = observe(state, inputs)
+    law = solve(state.fit)
+    state, missed = _follow_phase(state, inputs, picture)
+    situation = _situation(state, inputs, picture, law)
+    state, target = _in_force(state, inputs)
+
+    closed: tuple[Decision, ...] = ()
+    if state.pending is not None:
+        state, closed, target = _verify(state, state.pending, inputs, picture, missed, target)
+    hold = _hold(state, inputs, picture, target)
+    decision: Decision | None = None
+    if situation is not None and not closed:
+        situation = replace(situation, state=state)
+        found = decide(situation) if hold is None else _overdue(situation, picture)
+        if isinstance(found, str):
+            hold = found
+        elif found is not None:
+            state, decision, interrupted, target, hold = _change(situation, found, target)
+            closed += interrupted
+
+    diagnosis = situation.diagnosis if situation is not None else _without_sight(state, picture)
+    result = Result(
+        observed=picture.observed,
+        bottleneck=diagnosis.bottleneck,
+        evidence=diagnosis.evidence,
+        law=law,
+        decision=decision,
+        closed=closed,
+        limits=target.limits,
+        replicas=target.replicas,
+        hold=hold if hold is not None or situation is not None else diagnosis.evidence,
+    )
+    return state, result
+
+
+def _follow_phase(state: State, inputs: Inputs, picture: Picture) -> tuple[State, bool]:
+    """Counts windows in a row with the same phase, since when the objective is missed, and use. Also says whether
+    this step's windows miss the objective."""
+    latest = view(picture.windows)
+    if latest is None or not picture.majority:
+        return state, False
+    phase = _phase(latest, inputs)
+    ends = max(w.end for w in picture.windows)
+    if phase is state.streak.phase and state.streak.count > 0:
+        streak = replace(state.streak, count=state.streak.count + 1)
+    else:
+        streak = Streak(phase, 1, min(w.start for w in picture.windows), ends)
+    wait, _ = wait_seconds(latest, _since(state, streak, inputs), state.output_length)
+    missed = wait is not None and wait > inputs.objectives.time_to_first_token
+    missed_since = (state.missed_since if state.missed_since is not None else inputs.now) if missed else None
+    usage = state.usage
+    if usage and inputs.now - usage[-1].at > USAGE_GAP:
+        usage = ()
+    if picture.complete and picture.observed is not None:
+        now = Usage(
+            at=inputs.now,
+            running_per_pod=max(max(w.running_peak, w.batch) for w in picture.windows),
+            running=sum(max(w.running_peak, w.batch) for w in picture.windows),
+            queue=latest.queue,
+            tokens_per_second=picture.observed.tokens_per_second,
+        )
+        usage = (*(u for u in usage if u.at >= inputs.now - LOW_SECONDS - USAGE_GAP), now)
+    return replace(state, streak=streak, missed_since=missed_since, usage=usage), missed
+
+
+def _phase(latest: View, inputs: Inputs) -> Phase:
+    if latest.queue > QUEUE:
+        return Phase.QUEUE
+    slow = latest.itl is not None and latest.itl > inputs.objectives.inter_token_latency
+    return Phase.SLOW if slow else Phase.CALM
+
+
+def _since(state: State, streak: Streak, inputs: Inputs) -> tuple[PodWindow, ...]:
+    """The windows of the present phase, at most 15 s of them, under the limits in force."""
+    return tuple(
+        w
+        for w in state.windows
+        if w.end > inputs.now - SHOWN_SECONDS and w.start >= streak.since and w.generation >= inputs.generation
+    )
+
+
+def _situation(state: State, inputs: Inputs, picture: Picture, law: Law | None) -> Situation | None:
+    """None when the service cannot be seen now."""
+    windows = _since(state, state.streak, inputs)
+    if not windows:
+        windows = tuple(w for w in state.windows if w.end > inputs.now - SHOWN_SECONDS)
+    seen = None if picture.blind else view(windows)
+    if seen is None:
+        return None
+    wait, lower_bound = wait_seconds(seen, windows, state.output_length)
+    diagnosis = diagnose(seen, wait, law, inputs.objectives)
+    return Situation(inputs, state, seen, wait, lower_bound, law, diagnosis, picture.complete)
+
+
+def _without_sight(state: State, picture: Picture) -> Diagnosis:
+    if not picture.ready:
+        return Diagnosis(Bottleneck.STARTING, "No pod is ready yet.")
+    if not state.windows and not picture.silent:
+        return Diagnosis(Bottleneck.STARTING, "The first scrape has nothing to be compared with yet.")
+    why = "; ".join(picture.silent) or "no usable window in time"
+    return Diagnosis(Bottleneck.STALE, f"No ready pod gives usable numbers ({why}), so nothing is changed.")
+
+
+def _in_force(state: State, inputs: Inputs) -> tuple[State, _Target]:
+    """The inputs, moved into the bounds, or what an earlier step asked for and is not written yet."""
+    limits, replicas = inputs.limits, inputs.replicas
+    pending, restored = state.pending, state.restored
+    since_change = inputs.now - state.changed_at if state.changed_at is not None else 0.0
+    if restored is not None and (restored == limits or since_change > APPLY_SECONDS):
+        restored = None
+        state = replace(state, restored=None)
+    if inputs.mode is Mode.AUTO:
+        if pending is not None and pending.applied_at is None and since_change <= APPLY_SECONDS:
+            limits, replicas = pending.limits_after, pending.replicas_after
+        elif restored is not None:
+            limits = restored
+    limits = _within(limits, inputs.bounds)
+    replicas = inputs.bounds.replicas.clamp(replicas) if inputs.scaling is Scaling.OBSERVED else inputs.replicas
+    return state, _Target(limits, replicas)
+
+
+def _within(limits: Limits, bounds: Bounds) -> Limits:
+    batch = bounds.batch_size.clamp(limits.batch_size)
+    return replace(
+        limits,
+        max_sequence_length=bounds.max_sequence_length.clamp(limits.max_sequence_length),
+        batch_size=batch,
+        kv_cache_percent=bounds.kv_cache_percent.clamp(limits.kv_cache_percent),
+        token_budget=max(limits.token_budget, batch),
+    )
+
+
+def _verify(
+    state: State, pending: Pending, inputs: Inputs, picture: Picture, missed: bool, target: _Target
+) -> tuple[State, tuple[Decision, ...], _Target]:
+    """Follows the change on trial; when it is put back, the old limits are the new target."""
+    if inputs.mode is not Mode.AUTO:
+        outcome = Outcome(Verdict.INCONCLUSIVE, pending.tokens_per_second_before, None, f"tuning is {inputs.mode} now.")
+        judged = Judgement(None, replace(pending.decision, outcome=outcome))
+    else:
+        judged = follow(pending, inputs, picture, missed)
+    state = replace(state, pending=judged.pending)
+    if judged.startup_seconds is not None:
+        state = replace(state, startup_seconds=judged.startup_seconds)
+    if judged.refused is not None:
+        kept = tuple(r for r in state.refused if r.until > inputs.now)
+        state = replace(state, refused=(*kept, judged.refused))
+    if judged.closed is None:
+        return state, (), target
+    state = replace(state, streak=Streak(), usage=())
+    if judged.put_back:
+        limits = _within(pending.limits_before, inputs.bounds)
+        state = replace(state, restored=limits, changed_at=inputs.now)
+        target = replace(target, limits=limits)
+    return state, (judged.closed,), target
+
+
+def _hold(state: State, inputs: Inputs, picture: Picture, target: _Target) -> str | None:
+    """Why no decision may be made now."""
+    if inputs.mode is Mode.OFF:
+        return "Tuning is off (spec.tuning.mode)."
+    if state.pending is not None:
+        d = state.pending.decision
+        return f"Change {d.id} ({d.knob} {d.before} -> {d.after}) is on trial, its outcome is not known yet."
+    if not picture.majority:
+        speak = f"{len(picture.windows)} of {words.count(len(picture.ready), 'ready pod')} gave usable numbers"
+        late = tuple(f"{pod}: still runs limits older than generation {inputs.generation}" for pod in picture.outdated)
+        why = "; ".join((*picture.silent, *late))
+        return f"Only {speak} in this step{f' ({why})' if why else ''}, so nothing is changed."
+    if state.restored is not None:
+        return "The limits before the last change are being put back."
+    if target != _Target(inputs.limits, inputs.replicas):
+        return "The limits or replicas in force are outside spec.bounds and are being moved inside."
+    return None
+
+
+def _overdue(situation: Situation, picture: Picture) -> Candidate | None:
+    pending = situation.state.pending
+    if situation.inputs.mode is not Mode.AUTO or pending is None or not picture.majority:
+        return None
+    if pending.decision.knob is Knob.REPLICAS or pending.decision.reason is Reason.LOW_USE:
+        return None
+    return overdue_replicas(situation)
+
+
+def _change(
+    s: Situation, found: Candidate, target: _Target
+) -> tuple[State, Decision | None, tuple[Decision, ...], _Target, str | None]:
+    """Makes the change (or the recommendation) and puts it on trial; a change on trial before it ends unjudged."""
+    state, now = s.state, s.inputs.now
+    decision = Decision(
+        id=state.next_id,
+        at=now,
+        knob=found.knob,
+        before=found.before,
+        after=found.after,
+        reason=found.reason,
+        message=found.message,
+        inputs=_numbers(s),
+        prediction=found.prediction,
+        outcome=Outcome(Verdict.PENDING),
+        applied=True,
+    )
+    if s.inputs.mode is Mode.RECOMMEND:
+        return _recommend(state, decision, target)
+    before = view(w for w in _since(state, state.streak, s.inputs) if w.loaded)
+    decision = replace(
+        decision, outcome=Outcome(Verdict.PENDING, before.tokens_per_second if before is not None else None)
+    )
+    interrupted: tuple[Decision, ...] = ()
+    if state.pending is not None:
+        text = "replicas were added before it could be judged; it is kept."
+        outcome = Outcome(Verdict.INCONCLUSIVE, state.pending.tokens_per_second_before, None, text)
+        interrupted = (replace(state.pending.decision, outcome=outcome),)
+    pending = Pending(
+        decision=decision,
+        limits_before=s.inputs.limits,
+        limits_after=found.limits,
+        replicas_before=s.inputs.replicas,
+        replicas_after=found.replicas,
+        tokens_per_second_before=decision.outcome.tokens_per_second_before,
+        inter_token_before=before.itl if before is not None else None,
+    )
+    state = replace(
+        state, next_id=state.next_id + 1, pending=pending, changed_at=now, streak=Streak(), usage=(), restored=None
+    )
+    return state, decision, interrupted, _Target(found.limits, found.replicas), None
+
+
+def _recommend(
+    state: State, decision: Decision, target: _Target
+) -> tuple[State, Decision | None, tuple[Decision, ...], _Target, str | None]:
+    hold = f"Only recommended (spec.tuning.mode is Recommend): {decision.message}"
+    known = tuple(r for r in state.recommended if r.until > decision.at)
+    if any((r.knob, r.before) == (decision.knob, decision.before) for r in known):
+        return state, None, (), target, hold
+    text = "only recommended, nothing was changed."
+    decision = replace(
+        decision,
+        message=f"Recommended: {decision.message}",
+        outcome=Outcome(Verdict.INCONCLUSIVE, message=text),
+        applied=False,
+    )
+    made = Recommended(decision.knob, decision.before, decision.at + RETRY_SECONDS)
+    state = replace(state, next_id=state.next_id + 1, recommended=(*known, made))
+    return state, decision, (), target, hold
+
+
+def _numbers(s: Situation) -> tuple[tuple[str, str], ...]:
+    return (
+        ("batch", words.number(s.seen.batch)),
+        ("batchLimit", f"{s.seen.batch_limit:g}"),
+        ("queueDepth", words.number(s.seen.queue)),
+        ("wait", s.wait_text),
+        ("kvCachePercent", words.percent(s.seen.kv_used)),
+        ("tokensPerSecond", words.number(s.seen.tokens_per_second)),
+        ("interTokenLatency", words.seconds(s.seen.itl)),
+    )

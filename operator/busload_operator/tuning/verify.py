@@ -1,0 +1,169 @@
+"""Follows a change until its outcome is known: in force, settled, compared with before, kept or put back."""
+
+from dataclasses import dataclass, replace
+
+from busload_operator.tuning import words
+from busload_operator.tuning.observe import Picture
+from busload_operator.tuning.state import Pending, Refused
+from busload_operator.tuning.types import Decision, Inputs, Knob, Outcome, Reason, Verdict
+from busload_operator.tuning.window import view
+
+APPLY_SECONDS = 60.0
+"""In which the new values must be written and the pods must run them."""
+READY_SECONDS = 600.0
+"""In which a new replica must be ready."""
+SETTLE_SECONDS = 10.0
+LOADED_STEPS = 3
+"""Windows per pod under load that a comparison needs."""
+LOADED_STEPS_AT_LEAST = 2
+"""The same when the load ends early."""
+QUIET_STEPS = 3
+"""Steps in a row without load after which no further load is waited for."""
+CALM_SECONDS = 60.0
+"""Without a missed objective after which a smaller setting is found good."""
+BAND = 0.10
+"""Throughput this much lower is worse, this much higher is better."""
+RETRY_SECONDS = 600.0
+"""In which a value that did not help is not tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """`pending` goes on, or it is `closed`."""
+
+    pending: Pending | None
+    closed: Decision | None = None
+    put_back: bool = False
+    refused: Refused | None = None
+    startup_seconds: float | None = None
+
+
+def follow(pending: Pending, inputs: Inputs, picture: Picture, missed: bool) -> Judgement:
+    """One step further. `missed`: the wait in this step's windows is over the objective."""
+    if inputs.limits != pending.limits_after or inputs.replicas != pending.replicas_after:
+        if pending.applied_at is None and inputs.now - pending.decision.at <= APPLY_SECONDS:
+            return Judgement(pending)
+        return _close(pending, Verdict.INCONCLUSIVE, "the values in force were changed from outside")
+    if pending.applied_at is None:
+        return _await(pending, inputs, picture)
+    if pending.decision.reason is Reason.LOW_USE:
+        return _follow_lowered(pending, inputs, missed)
+    pending = _collect(pending, picture)
+    if pending.decision.knob is Knob.REPLICAS:
+        return _follow_replicas(pending, inputs)
+    return _follow_setting(pending, inputs)
+
+
+def _await(pending: Pending, inputs: Inputs, picture: Picture) -> Judgement:
+    """Until the pods run it: the values are written, the pods must report the generation or be ready."""
+    decision = pending.decision
+    passed = inputs.now - decision.at
+    if decision.knob is Knob.REPLICAS:
+        if decision.after < decision.before:
+            return Judgement(replace(pending, applied_at=inputs.now))
+        if len(picture.ready) >= decision.after:
+            return Judgement(replace(pending, applied_at=inputs.now), startup_seconds=passed)
+        if passed > READY_SECONDS:
+            text = f"only {len(picture.ready)} of {decision.after} replicas were ready after {READY_SECONDS:.0f} s"
+            return _close(pending, Verdict.INCONCLUSIVE, text)
+        return Judgement(pending)
+    wrong = [w.pod for w in picture.windows if decision.knob is Knob.BATCH_SIZE and w.batch_limit != decision.after]
+    if picture.majority and not wrong:
+        return Judgement(replace(pending, applied_at=inputs.now))
+    if passed > APPLY_SECONDS:
+        who = ", ".join((*picture.outdated, *wrong)) or "most pods"
+        text = f"{who} did not report it within {APPLY_SECONDS:.0f} s; it was put back"
+        return _put_back(pending, inputs, text)
+    return Judgement(pending)
+
+
+def _collect(pending: Pending, picture: Picture) -> Pending:
+    """Keeps this step's windows under load. The window in which the change arrived is not among them: in it the new
+    places were still being filled."""
+    if not picture.windows:
+        return pending
+    loaded = tuple(w for w in picture.windows if w.loaded)
+    return replace(pending, quiet=0 if loaded else pending.quiet + 1, loaded=pending.loaded + loaded)
+
+
+def _steps_under_load(pending: Pending) -> list[int]:
+    names = {w.pod for w in pending.loaded}
+    return [sum(1 for w in pending.loaded if w.pod == name) for name in names]
+
+
+def _follow_setting(pending: Pending, inputs: Inputs) -> Judgement:
+    steps = min(_steps_under_load(pending), default=0)
+    over = pending.quiet >= QUIET_STEPS
+    if inputs.now - pending.decision.at < SETTLE_SECONDS or not (over or steps >= LOADED_STEPS):
+        return Judgement(pending)
+    if steps < LOADED_STEPS_AT_LEAST or not pending.tokens_per_second_before:
+        return _close(pending, Verdict.INCONCLUSIVE, "the load ended before it could be judged; it is kept")
+    tokens, itl = _measured(pending)
+    change = _change(pending.tokens_per_second_before, tokens)
+    tau = inputs.objectives.inter_token_latency
+    was_slow = pending.inter_token_before is not None and pending.inter_token_before > tau
+    if tokens < (1 - BAND) * pending.tokens_per_second_before:
+        return _put_back(pending, inputs, f"{change}; it was put back", tokens)
+    if itl is not None and itl > tau and not was_slow:
+        missed = f"a token takes {words.seconds(itl)}, over the objective of {words.seconds(tau)}"
+        return _put_back(pending, inputs, f"{change}, but {missed}; it was put back", tokens)
+    if tokens > (1 + BAND) * pending.tokens_per_second_before:
+        return _close(pending, Verdict.CONFIRMED, change, tokens)
+    judged = _close(pending, Verdict.INCONCLUSIVE, f"{change}, within the noise; it is kept", tokens)
+    # More of the same is not tried at once.
+    more = Refused(pending.decision.knob, pending.decision.after + 1, inputs.now + RETRY_SECONDS)
+    return replace(judged, refused=more)
+
+
+def _follow_replicas(pending: Pending, inputs: Inputs) -> Judgement:
+    since = inputs.now - (pending.applied_at or inputs.now)
+    counts = _steps_under_load(pending)
+    everywhere = len(counts) >= pending.decision.after and min(counts) >= LOADED_STEPS
+    if since >= SETTLE_SECONDS and everywhere and pending.tokens_per_second_before:
+        tokens, _ = _measured(pending)
+        change = _change(pending.tokens_per_second_before, tokens)
+        if tokens > (1 + BAND) * pending.tokens_per_second_before:
+            return _close(pending, Verdict.CONFIRMED, change, tokens)
+        if tokens < (1 - BAND) * pending.tokens_per_second_before:
+            return _close(pending, Verdict.WORSE, f"{change}; replicas are kept while requests wait", tokens)
+        return _close(pending, Verdict.INCONCLUSIVE, f"{change}, within the noise; it is kept", tokens)
+    if since >= SETTLE_SECONDS and pending.quiet >= QUIET_STEPS:
+        return _close(pending, Verdict.INCONCLUSIVE, "the load ended before it could be judged; it is kept")
+    if since >= 2 * CALM_SECONDS:
+        return _close(pending, Verdict.INCONCLUSIVE, "load did not reach every replica; it is kept")
+    return Judgement(pending)
+
+
+def _follow_lowered(pending: Pending, inputs: Inputs, missed: bool) -> Judgement:
+    since = inputs.now - (pending.applied_at or inputs.now)
+    if missed and pending.decision.knob is Knob.REPLICAS:
+        text = f"the wait is over the objective {since:.0f} s after it"
+        refused = Refused(Knob.REPLICAS, pending.decision.after, inputs.now + RETRY_SECONDS)
+        return replace(_close(pending, Verdict.WORSE, text), refused=refused)
+    if missed:
+        text = f"the wait is over the objective {since:.0f} s after it; it was put back"
+        return replace(_put_back(pending, inputs, text), refused=None)
+    if since >= CALM_SECONDS:
+        return _close(pending, Verdict.CONFIRMED, f"no objective was missed for {since:.0f} s")
+    return Judgement(pending)
+
+
+def _measured(pending: Pending) -> tuple[float, float | None]:
+    """Tokens per second of all pods, and seconds per token, under load since the change."""
+    after = view(pending.loaded)
+    assert after is not None, "called with windows under load only"
+    return after.tokens_per_second, after.itl
+
+
+def _change(before: float, after: float) -> str:
+    return f"{words.number(before)} -> {words.number(after)} tokens/s ({100 * (after / before - 1):+.0f}%)"
+
+
+def _put_back(pending: Pending, inputs: Inputs, text: str, tokens: float | None = None) -> Judgement:
+    refused = Refused(pending.decision.knob, pending.decision.after, inputs.now + RETRY_SECONDS)
+    return replace(_close(pending, Verdict.ROLLED_BACK, text, tokens), put_back=True, refused=refused)
+
+
+def _close(pending: Pending, verdict: Verdict, text: str, tokens: float | None = None) -> Judgement:
+    outcome = Outcome(verdict, pending.tokens_per_second_before, tokens, f"{text}.")
+    return Judgement(None, replace(pending.decision, outcome=outcome))
