@@ -118,7 +118,10 @@ class TextTokenizer:
         return self._control_pattern.sub(lambda match: match[0][0] + mark + match[0][1:], text)
 
     def _encode_plain(self, text: str) -> list[int]:
-        ids: list[int] = self._engine.encode(text, add_special_tokens=False).ids if text else []
+        if not text:
+            return []
+        # The batch call gives the GIL up while it works (`encode` holds it: a long prompt would stop every thread).
+        ids: list[int] = self._engine.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
 
