@@ -1,0 +1,77 @@
+"""A real API server judges the table of manifests as the pydantic models do, with the texts a user must see.
+
+`kubectl create --dry-run=server` runs admission whole and stores nothing.
+"""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from busload_operator.api.v1alpha1 import InferenceService
+from e2e.access import ROOT, Cluster
+
+
+def load_table() -> Any:
+    """The table of the unit tests. Loaded by path: tests are no package."""
+    spec = importlib.util.spec_from_file_location("manifest_cases", ROOT / "tests/operator/api/manifest_cases.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return module
+
+
+TABLE = load_table()
+
+
+def create(cluster: Cluster, manifest: dict[str, Any]) -> str:
+    return cluster.kubectl(
+        "create", "--dry-run=server", "-n", "default", "-o", "json", "-f", "-", stdin=json.dumps(manifest)
+    )
+
+
+@pytest.mark.parametrize("case", TABLE.good(), ids=lambda case: case.name)
+def test_good(operator: Cluster, case: Any) -> None:
+    stored = json.loads(create(operator, case.manifest))
+    assert stored["spec"] == InferenceService.model_validate(case.manifest).spec.model_dump(
+        by_alias=True, exclude_none=True
+    )
+
+
+@pytest.mark.parametrize("case", TABLE.bad(), ids=lambda case: case.name)
+def test_bad(operator: Cluster, case: Any) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        create(operator, case.manifest)
+    text = refused.value.stderr
+    assert case.field in text
+    assert case.server in text
+
+
+def test_columns_of_both_kinds_of_source(operator: Cluster, namespace: str) -> None:
+    """The MODEL column has one path for two places; the API server must find whichever there is."""
+    claim = {"persistentVolumeClaim": {"claimName": "models", "path": "llama/chat.gguf"}}
+    for name, source in (("bundled", {"bundled": "smollm2-135m-instruct"}), ("claimed", claim)):
+        manifest = {**TABLE.SMALLEST, "metadata": {"name": name}, "spec": {"model": {"source": source}}}
+        operator.kubectl("create", "-n", namespace, "-f", "-", stdin=json.dumps(manifest))
+    rows = operator.kubectl("get", "inferenceservices", "-n", namespace).splitlines()
+    assert rows[0].split() == ["NAME", "READY", "MODEL", "REPLICAS", "BATCH", "KV", "WAIT", "BOTTLENECK", "AGE"]
+    column = rows[0].index("MODEL")
+    assert [row[column:].split()[0] for row in rows[1:]] == ["smollm2-135m-instruct", "llama/chat.gguf"]
+    operator.kubectl("delete", "inferenceservices", "--all", "-n", namespace)
+
+
+def test_scale_is_refused_outside_the_bounds(operator: Cluster, namespace: str) -> None:
+    manifest = {**TABLE.SMALLEST, "spec": {**TABLE.SMALLEST["spec"], "scaling": {"mode": "External"}}}
+    operator.kubectl("create", "-n", namespace, "-f", "-", stdin=json.dumps(manifest))
+    operator.kubectl("scale", "inferenceservice/case", "-n", namespace, "--replicas=3")
+    scale = operator.get("--raw", f"/apis/busload.dev/v1alpha1/namespaces/{namespace}/inferenceservices/case/scale")
+    assert scale["spec"]["replicas"] == 3
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        operator.kubectl("scale", "inferenceservice/case", "-n", namespace, "--replicas=5")
+    assert "replicas 5 is outside bounds.replicas, 1 to 4" in refused.value.stderr
+    operator.kubectl("delete", "inferenceservices", "--all", "-n", namespace)
