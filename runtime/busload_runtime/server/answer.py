@@ -1,12 +1,13 @@
 """The road both endpoints share: admit, read, check, tokenise, submit, and answer whole or as a stream."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -21,8 +22,8 @@ from busload_runtime.server.service import Service
 from busload_runtime.server.text import TextStream
 from busload_runtime.server.tokenise import PromptEncoder
 
-# Far above any prompt that fits a sequence limit of today, low enough that reading and checking it never stalls health.
-MAX_BODY_BYTES = 32 * 2**20
+# A body must arrive in this time: its seat in the queue is taken meanwhile.
+_BODY_SECONDS = 60.0
 _CLIENT_CLOSED = 499  # the customary status for "nobody reads this"; only the log sees it
 
 Body = TypeVar("Body", bound=Sampled)
@@ -83,14 +84,15 @@ class _Call(Generic[Body]):
         seats = 1
         streaming = False
         try:
-            body = decode_request(await read_body(self.request), self.endpoint.body)
+            body = decode_request(await _read_body(self.request, self.service.max_body_bytes), self.endpoint.body)
             self.service.check_model(body.model)
             receive = self.request.receive
             prompts = await until_disconnect(
                 receive, self.endpoint.tokenise(body, text, self.service.limits.max_sequence_length)
             )
             choices = len(prompts) * (body.n or 1)
-            self.service.admission.take(choices - 1)
+            if choices > 1:
+                self.service.admission.take(choices - 1)
             seats = choices
             self._submit(body, prompts, text, ready)
             if not body.stream:
@@ -210,23 +212,31 @@ class _EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def read_body(request: Request) -> bytes:
-    """The body. Raises `ApiError` 413 when it is too large, before anything of it is parsed."""
+async def _read_body(request: Request, limit: int) -> bytes:
+    """The body. Raises `ApiError`: 413 when it is too large, before anything of it is parsed; 408 when it stalls."""
     declared = request.headers.get("content-length", "")
-    too_large = declared.isdecimal() and int(declared) > MAX_BODY_BYTES
+    size = int(declared) if declared.isdecimal() else 0
     chunks: list[bytes] = []
-    size = 0
-    if not too_large:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > MAX_BODY_BYTES:
-                too_large = True
-                break
-            chunks.append(chunk)
-    if too_large:
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            if size <= limit:
+                size = 0
+                async for chunk in request.stream():
+                    size += len(chunk)
+                    if size > limit:
+                        break
+                    chunks.append(chunk)
+    except TimeoutError:
+        raise ApiError(
+            408, f"the body did not arrive within {_BODY_SECONDS:g} s", code="body_timeout", reason="invalid"
+        ) from None
+    except ClientDisconnect:
+        raise ClientGoneError from None
+    if size > limit:
         raise ApiError(
             413,
-            f"the body is larger than {MAX_BODY_BYTES} bytes; send a shorter prompt or fewer prompts per request",
+            f"the body is larger than {limit} bytes, which is ample for the longest prompt allowed; send fewer or "
+            "shorter prompts per request",
             code="request_too_large",
             reason="invalid",
         )

@@ -18,7 +18,7 @@ from busload_runtime.server.service import Service
 
 def build_app(service: Service) -> ASGIApp:
     """The ASGI app of `busload serve`."""
-    app = FastAPI(title="busload", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="busload", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.include_router(health_routes(service))
     _add_api(app, service)
     app.add_exception_handler(ApiError, _on_api_error)

@@ -51,8 +51,3 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 def too_long(message: str, param: str) -> ApiError:
     """A 400 for a prompt that does not fit the sequence limit."""
     return ApiError(400, message, param=param, code="context_length_exceeded", reason="too_long")
-
-
-def engine_failed(message: str) -> ApiError:
-    """The engine died, fell silent or failed on this request."""
-    return ApiError(500, message, code="engine_error")

@@ -10,7 +10,7 @@ from busload_runtime.engine.messages import Submit, TokenOut
 from busload_runtime.server.admission import Admission
 from busload_runtime.server.edge import Trace
 from busload_runtime.server.engine_client import EngineClient
-from busload_runtime.server.errors import engine_failed
+from busload_runtime.server.errors import ApiError
 from busload_runtime.server.metrics import Metrics
 from busload_runtime.server.text import TextStream
 
@@ -75,7 +75,7 @@ class Generation:
         while open_choices:
             piece = await self._pieces.get()
             if piece.error is not None:
-                raise engine_failed(piece.error)
+                raise self._failure(piece)
             open_choices -= piece.finish_reason is not None
             yield piece
 
@@ -89,6 +89,13 @@ class Generation:
     @property
     def output_tokens(self) -> int:
         return sum(choice.output_tokens for choice in self.choices)
+
+    def _failure(self, piece: Piece) -> ApiError:
+        """An engine that lives and gave no token has refused: the limits changed while the request was on its way."""
+        assert piece.error is not None
+        if self.engine.alive and not self.output_tokens:
+            return ApiError(400, piece.error, code="context_length_exceeded")
+        return ApiError(500, piece.error, code="engine_error")
 
     def _on_token(self, choice: Choice, out: TokenOut) -> None:
         """Runs for every token, at once: latency is measured here and a stop string frees the seat without delay."""

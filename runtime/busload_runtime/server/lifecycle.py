@@ -82,7 +82,7 @@ class _Serve:
 
     async def _run(self, socket_path: str) -> int:
         options = self._options
-        metrics = Metrics(options.served_model_name, self._limits, self._document.generation)
+        metrics = Metrics(options.served_model_name)
         admission = Admission(self._limits)
         client = EngineClient(socket_path, options.engine_timeout, lambda stats: service.on_stats(stats))
         service = Service(options.served_model_name, metrics, admission, client)
@@ -95,13 +95,14 @@ class _Serve:
             metrics.engine_pid = self._engine.pid if self._engine else None
             self._spawn(self._watch_engine(client))
             if not await self._load(service):
-                return EXIT_OK
+                return EXIT_OK if client.alive else await self._failed_start(client)
             self._announce()
             if options.limits_file is not None:
                 self._spawn(LimitsWatch(options.limits_file, options.pod_name, service, self._document).run())
             await _first(self._stop.wait(), _settled(client.failed))
             if not client.alive:
                 say(f"the engine is gone: {client.failed.result()}")
+                service.quiescing = True  # connections close behind the error
                 await self._wait_for_responses(service, _GOODBYE_SECONDS)
                 return EXIT_ENGINE
             return await self._drain(service)
@@ -111,7 +112,7 @@ class _Serve:
             await client.close()
 
     async def _load(self, service: Service) -> bool:
-        """Waits for tokeniser and engine. False: told to stop meanwhile. Raises `StartupError`."""
+        """Waits for tokeniser and engine. False: told to stop, or the engine failed. Raises `StartupError`."""
         source, client = self._options.model, service.engine
         self._spawn(self._progress())
         text = asyncio.create_task(asyncio.to_thread(load_text_model, source))
@@ -124,16 +125,24 @@ class _Serve:
                 await _first(self._stop.wait(), _settled(client.failed), _settled(client.ready))
         except ModelError as error:
             raise StartupError(str(error)) from None
-        if self._stop.is_set():
+        if self._stop.is_set() or not client.alive:
             return False
-        if not client.ready.done():
-            raise StartupError(client.failed.result())
         service.ready = service.metrics.ready = client.ready.result()
+        service.on_limits(self._document.generation, self._limits)
         self._startup_done = True
         # What lives now lives on: keep the garbage collector from walking over it while tokens stream.
         gc.collect()
         gc.freeze()
         return True
+
+    async def _failed_start(self, client: EngineClient) -> int:
+        """Usage error or engine failure: the engine's own exit code tells."""
+        assert self._engine is not None
+        self._startup_done = True
+        say(client.failed.result())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._engine.wait(), _GOODBYE_SECONDS)
+        return EXIT_USAGE if self._engine.returncode == EXIT_USAGE else EXIT_ENGINE
 
     async def _drain(self, service: Service) -> int:
         """Refuses new requests and waits for the running ones."""

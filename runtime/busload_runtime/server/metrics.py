@@ -48,10 +48,10 @@ _BY_NAME = {metric.name: metric for metric in METRICS}
 class Metrics(Collector):
     """Own counters and histograms, and a view of the engine's newest numbers. Used from the event loop's thread."""
 
-    def __init__(self, model_name: str, limits: Limits, generation: int) -> None:
+    def __init__(self, model_name: str) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
-        self.limits = limits
-        self.generation = generation
+        self.limits: Limits | None = None
+        self.generation = 0
         self.stats: Stats | None = None
         self.ready: Ready | None = None
         self.engine_pid: int | None = None

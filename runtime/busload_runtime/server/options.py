@@ -1,6 +1,7 @@
 """The checked flags of `busload serve`."""
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from busload_runtime.contract import Limits, LimitsDocument, LimitsError, parse_limits
@@ -33,7 +34,7 @@ class ServeOptions:
             try:
                 return parse_limits(LimitsDocument(0, self.limits).to_json())
             except LimitsError as error:
-                raise StartupError(f"limits from the flags: {error}") from None
+                raise StartupError(_by_flag(str(error))) from None
         try:
             text = self.limits_file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -44,3 +45,12 @@ class ServeOptions:
             return parse_limits(text)
         except LimitsError as error:
             raise StartupError(f"--limits-file {self.limits_file}: {error}") from None
+
+
+def _by_flag(message: str) -> str:
+    """The message of a limits document, with the fields called as the flags are."""
+    for name in (field.name for field in fields(Limits)):
+        head, *tail = name.split("_")
+        camel = head + "".join(word.capitalize() for word in tail)
+        message = re.sub(rf"(default\.)?\b{camel}\b", f"--{name.replace('_', '-')}", message)
+    return message

@@ -30,7 +30,6 @@ def submits_of(
         if token >= ready.vocab_size:
             raise invalid(f"token id {token} is outside 0 to {ready.vocab_size - 1}", "stop_token_ids")
     stop_token_ids = set(body.stop_token_ids or ()) | (set() if body.ignore_eos else eos_ids)
-    seed = secrets.randbits(62) if body.seed is None else body.seed
     submits = []
     now = time.monotonic()
     for prompt in prompts:
@@ -53,7 +52,7 @@ def submits_of(
                 temperature=1.0 if body.temperature is None else body.temperature,
                 top_p=1.0 if body.top_p is None else body.top_p,
                 top_k=max(0, body.top_k or 0),
-                seed=(seed + choice) & _SEED_MASK,
+                seed=secrets.randbits(63) if body.seed is None else (body.seed + choice) & _SEED_MASK,
                 submitted_at=now,
             )
             for choice in range(body.n or 1)

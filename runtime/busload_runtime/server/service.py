@@ -11,6 +11,8 @@ from busload_runtime.server.errors import ApiError
 from busload_runtime.server.metrics import Metrics
 from busload_runtime.server.tokenise import PromptEncoder
 
+_BODY_BYTES_PER_TOKEN = 64
+
 
 @dataclass(slots=True)
 class Service:
@@ -32,6 +34,11 @@ class Service:
         """The limits in force."""
         return self.admission.limits
 
+    @property
+    def max_body_bytes(self) -> int:
+        """The largest request body read: ample for the longest prompt with every character escaped, and for batches."""
+        return 2**20 + _BODY_BYTES_PER_TOKEN * self.limits.max_sequence_length
+
     def on_limits(self, generation: int, limits: Limits) -> None:
         """The engine runs under these limits now."""
         self.admission.limits = limits
@@ -43,9 +50,14 @@ class Service:
         self.admission.observe(stats)
 
     def loaded(self) -> tuple[PromptEncoder, Ready]:
-        """The model, once it answers. Raises `ApiError` 503 before that and 500 when the engine is gone."""
+        """The model, once it answers. Raises `ApiError` 503 before that and when the engine is gone."""
         if not self.engine.alive:
-            raise ApiError(500, f"the engine is gone: {self.engine.failed.result()}", code="engine_error")
+            raise ApiError(
+                503,
+                f"the engine is gone and this server about to restart: {self.engine.failed.result()}",
+                code="engine_error",
+                retry_after=5,
+            )
         if self.text is None or self.ready is None:
             raise ApiError(503, "the model is still loading; try again in a moment", code="loading", retry_after=2)
         return self.text, self.ready
