@@ -6,6 +6,7 @@ endpoints work as for a client in the cluster) and the cluster of the current ku
 
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -85,9 +86,9 @@ def embedded() -> Cluster:
             f"the embedded cluster is not up: {done.stderr.strip()}; `python3 -m e2e.cluster up` starts it"
         )
     values = dict(line.removeprefix("export ").split("=", 1) for line in done.stdout.splitlines() if "=" in line)
-    values = {key: value.strip("'\"") for key, value in values.items()}
+    programs = shlex.split(values["PATH"].split(":")[0])[0]
     enter = (sys.executable, "-m", "e2e.cluster", "run", "--")
-    return Cluster(values["KUBECTL"], {"KUBECONFIG": values["KUBECONFIG"]}, enter)
+    return Cluster(f"{programs}/kubectl", {"KUBECONFIG": shlex.split(values["KUBECONFIG"])[0]}, enter)
 
 
 def current() -> Cluster:
