@@ -84,7 +84,8 @@ def is_applied(live: Object, stamped: Object) -> bool:
         return False
     metadata = {name: stamped["metadata"][name] for name in ("labels", "annotations") if name in stamped["metadata"]}
     content = {name: value for name, value in stamped.items() if name not in ("apiVersion", "kind", "metadata")}
-    return owns({**content, "metadata": metadata}, _owned_fields(live))
+    fields = _owned_fields(live)
+    return bool(fields) and owns({**content, "metadata": metadata}, fields)
 
 
 def _owned_fields(live: Object) -> Object:
@@ -102,7 +103,7 @@ def owns(value: Any, fields: Any) -> bool:
     """
     if not isinstance(fields, dict):
         return False
-    if not any(name != "." for name in fields):
+    if not fields:
         return True
     if isinstance(value, dict):
         return all(f"f:{name}" in fields and owns(item, fields[f"f:{name}"]) for name, item in value.items())

@@ -4,12 +4,13 @@ The watches alone are not enough: after a gap they list again, but never tell wh
 (`replace`) does. Resource versions are compared as integers, as Kubernetes defines them for one kind.
 """
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 
 from busload_operator.control.kinds import SERVICES, Key, Kind, Object, service_key
 
 _Name = tuple[str, str]
+_REMEMBERED = 10_000
 
 
 class Cache:
@@ -18,6 +19,7 @@ class Cache:
     def __init__(self) -> None:
         self._objects: dict[Kind, dict[_Name, Object]] = defaultdict(dict)
         self._by_service: dict[tuple[Kind, Key], set[_Name]] = defaultdict(set)
+        self._gone: OrderedDict[str, None] = OrderedDict()
 
     def service(self, key: Key) -> Object | None:
         return self._objects[SERVICES].get((key.namespace, key.name))
@@ -36,6 +38,8 @@ class Cache:
         """Stores a newer version of an object. False when ours is as new already (events and answers cross)."""
         name = _name(obj)
         known = self._objects[kind].get(name)
+        if _uid(obj) in self._gone:  # an answer that was overtaken by the news of the deletion
+            return False
         if known is not None:
             if version(obj) <= version(known):
                 return False
@@ -49,6 +53,9 @@ class Cache:
         """Drops a deleted object, unless a newer one of the same name is stored already."""
         name = _name(obj)
         known = self._objects[kind].get(name)
+        self._gone[_uid(obj)] = None
+        if len(self._gone) > _REMEMBERED:
+            self._gone.popitem(last=False)
         if known is None or (_uid(known) != _uid(obj) and version(known) > version(obj)):
             return False
         del self._objects[kind][name]

@@ -8,6 +8,7 @@ Reconciling and Stalled exist only while they are true (kstatus).
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from busload_operator.api.status import Status
 from busload_operator.control import pods as pod_words
 from busload_operator.control import report
 from busload_operator.control.kinds import SERVICES, Object
@@ -19,6 +20,7 @@ from busload_operator.tuning.types import Bottleneck, Mode
 
 MANAGER = "busload-status"
 CONDITION_TYPES = ("Ready", "Reconciling", "Stalled", "Tuning")
+_FIELDS = frozenset(field.alias or name for name, field in Status.model_fields.items()) - {"conditions"}
 # What a person waits for is written at once; the rest may lag a few seconds behind.
 _SLOW_FIELDS = ("observed", "law", "bottleneck")
 _MAX_CONDITION_MESSAGE = 4096
@@ -102,8 +104,7 @@ def findings(tuner: Tuner, old: Object) -> Object:
 
 def differs(old: Object, new: Object) -> bool:
     """Whether a stored status must be written: any field of ours, or any condition of ours, is not as it should be."""
-    names = (set(old) | set(new)) - {"conditions"}
-    if any(old.get(name) != new.get(name) for name in names):
+    if any(old.get(name) != new.get(name) for name in _FIELDS):
         return True
     return _by_type(old) != _by_type(new)
 

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import kopf
@@ -65,7 +66,8 @@ class Watcher:
             asyncio.run(self._watch())
         except BaseException as caught:
             error = caught
-        self._loop.call_soon_threadsafe(self._end, error)
+        with suppress(RuntimeError):  # the main loop was faster
+            self._loop.call_soon_threadsafe(self._end, error)
 
     def _end(self, error: BaseException | None) -> None:
         if not self.ended.done():
