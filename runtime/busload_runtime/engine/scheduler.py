@@ -358,7 +358,7 @@ class Scheduler:
         self._kv_tokens -= request.computed
         request.blocks.clear()
         request.table = ()
-        request.computed = request.published = 0
+        request.computed = 0
         request.running = False
 
     def _take(self, request: Request, count: int) -> None:

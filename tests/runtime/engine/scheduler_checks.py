@@ -56,11 +56,15 @@ def check_scheduler(scheduler: Scheduler) -> None:
 
 
 def run_step(scheduler: Scheduler, executor: HashingExecutor, now: float = 0.0) -> list[Output]:
-    running, batch_size, budget = scheduler.levels().running, scheduler.limits.batch_size, scheduler.limits.token_budget
+    before, preemptions = {request.request_id for request in scheduler._running}, scheduler.counters.preemptions
     plan = scheduler.plan(now)
-    assert plan.chunks, "there is work and nothing is planned"
-    assert plan.num_tokens <= max(budget, running)
-    assert scheduler.levels().running <= max(batch_size, running)
+    planned, running = {chunk.request_id for chunk in plan.chunks}, {r.request_id for r in scheduler._running}
+    assert planned, "there is work and nothing is planned"
+    assert plan.num_tokens <= max(scheduler.limits.token_budget, len(before))
+    assert len(running) <= max(scheduler.limits.batch_size, len(before))
+    assert planned == running, "a running request gets no token"
+    if scheduler.counters.preemptions > preemptions:
+        assert running < before, "a step preempts and admits"
     return scheduler.commit(plan, executor.run(plan))
 
 

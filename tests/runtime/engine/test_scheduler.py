@@ -207,6 +207,38 @@ def test_a_smaller_pool_preempts_or_ends_what_it_cannot_hold() -> None:
     check_idle(scheduler)
 
 
+def test_nothing_is_admitted_in_a_step_that_preempts() -> None:
+    """Here the head of the queue is an older request, put there by a smaller pool, that would fit at once."""
+    scheduler, executor = build(num_blocks=6)
+    scheduler.add(Request(1, unique(1, 6), 6))  # blocks 0, 1
+    scheduler.add(Request(2, unique(2, 12), 1))  # blocks 2, 3, 4: content, but free after this step
+    step(scheduler, executor)
+    scheduler.add(Request(3, unique(3, 2), 2))  # block 5
+    scheduler.add(Request(4, unique(4, 11), 4))  # blocks 4, 3, 2
+    assert step(scheduler, executor) == [(1, 6, 1), (3, 0, 2), (4, 0, 11)]
+    assert scheduler.resize(5) == []
+    executor.resize(5)
+    assert step(scheduler, executor) == [(1, 7, 1), (4, 11, 1)]
+    assert step(scheduler, executor) == [(1, 8, 1)]  # takes a block of 4, which gives back three
+    assert step(scheduler, executor) == [(1, 9, 1), (3, 0, 3)]
+    run_until_idle(scheduler, executor)
+
+
+def test_an_older_request_that_comes_back_leaves_newer_ones_their_token() -> None:
+    scheduler, executor = build(num_blocks=9)
+    scheduler.add(Request(1, unique(1, 32), 1))  # blocks 0 .. 7: content, but free after this step
+    step(scheduler, executor)
+    scheduler.add(Request(2, unique(2, 24), 2))  # blocks 8, 7, 6, 5, 4, 3
+    scheduler.add(Request(3, unique(3, 2), 3))  # block 2
+    assert step(scheduler, executor) == [(2, 0, 24), (3, 0, 2)]
+    assert scheduler.resize(8) == []  # takes the first block of 2, so that nothing of it can be found again
+    executor.resize(8)
+    scheduler.set_limits(Limits(256, 4, 90, 8, 0, 0))
+    assert step(scheduler, executor) == [(3, 2, 1), (2, 0, 7)]
+    assert step(scheduler, executor) == [(2, 7, 7), (3, 3, 1)]
+    run_until_idle(scheduler, executor)
+
+
 def test_abort_of_a_request_that_waits_runs_or_is_preempted() -> None:
     scheduler, executor = build(num_blocks=8, batch_size=2)
     for request_id in (1, 2, 3):
