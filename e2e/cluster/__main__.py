@@ -30,8 +30,9 @@ environment:
 """
 
 
-def packages(settings: Settings, _: argparse.Namespace, progress: Progress) -> int:
-    host.install_packages(settings.cache / "locks" / "packages", progress)
+def packages(settings: Settings, arguments: argparse.Namespace, progress: Progress) -> int:
+    lock = settings.cache / "locks" / "packages"
+    host.install_packages(lock, progress, images_only=arguments.images_only)
     progress.note("all system packages are there")
     return 0
 
@@ -113,6 +114,8 @@ def status(settings: Settings, _: argparse.Namespace, progress: Progress) -> int
 
 
 def env(settings: Settings, _: argparse.Namespace, __: Progress) -> int:
+    require_node(settings)
+    print(f"export KUBECTL={shlex.quote(str(settings.node_bin / 'kubectl'))}")
     print(f"export KUBECONFIG={shlex.quote(str(settings.kubeconfig))}")
     print(f'export PATH={shlex.quote(str(settings.node_bin))}:"$PATH"')
     return 0
@@ -129,9 +132,8 @@ def parser() -> argparse.ArgumentParser:
         sub.set_defaults(function=function)
         return sub
 
-    command(
-        "packages", packages, "Install the system packages that are missing, by apt-get (needs root if any is missing)."
-    )
+    sub = command("packages", packages, "Install the system packages that are missing, by apt-get (as root).")
+    sub.add_argument("--images-only", action="store_true", help="only what building images needs, no node")
     sub = command(
         "build", build, "Build programs from their Go modules into the cache; prints their paths. Needs Go, not root."
     )
@@ -160,7 +162,7 @@ def parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the program and its arguments")
     command("status", status, "Show what runs and where its files are. Exit status 0 when healthy, else 1.")
-    command("env", env, 'Print shell lines that set KUBECONFIG and PATH for this cluster: eval "$(... env)".')
+    command("env", env, 'Print shell lines that set KUBECTL, KUBECONFIG and PATH for this cluster: eval "$(... env)".')
     return top
 
 

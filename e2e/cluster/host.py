@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import re
@@ -31,6 +32,11 @@ def cni_folder(folders: Iterable[Path] = CNI_FOLDERS) -> Path | None:
     return next((folder for folder in folders if all((folder / name).exists() for name in CNI_PLUGINS)), None)
 
 
+def has_ensurepip() -> bool:
+    """Debian leaves this out of python3; `python3 -m venv` needs it."""
+    return importlib.util.find_spec("ensurepip") is not None
+
+
 def has_static_libc() -> bool:
     return any(Path("/usr/lib").glob("*-linux-gnu*/libc.a"))
 
@@ -47,6 +53,7 @@ class Need:
     purpose: str
     programs: tuple[str, ...] = ()
     present: Callable[[], bool] = lambda: True
+    images: bool = False  # needed for building images too, not only for a node
 
     def met(self) -> bool:
         return all(which(program) for program in self.programs) and self.present()
@@ -63,14 +70,15 @@ NEEDS = (
     Need("socat", "carries the API server's port out of the node", ("socat",)),
     Need("openssl", "makes the certificates", ("openssl",)),
     Need("busybox-static", "shell in the images, DNS look-ups in checks", ("busybox",)),
-    Need("buildah", "builds the images", ("buildah",)),
+    Need("buildah", "builds the images", ("buildah",), images=True),
+    Need("python3-venv", "makes the virtual environment", present=has_ensurepip, images=True),
     Need("gcc", "compiles the pods' pause program", ("gcc",)),
     Need("libc6-dev", "for the same", present=has_static_libc),
 )
 
 
-def missing() -> list[Need]:
-    return [need for need in NEEDS if not need.met()]
+def missing(*, images_only: bool = False) -> list[Need]:
+    return [need for need in NEEDS if (need.images or not images_only) and not need.met()]
 
 
 def os_release(text: str | None = None) -> dict[str, str]:
@@ -101,10 +109,10 @@ def require_root(what: str) -> None:
         )
 
 
-def install_packages(lock: Path, progress: Progress) -> None:
+def install_packages(lock: Path, progress: Progress, *, images_only: bool = False) -> None:
     """Installs what is missing by apt-get. Raises Failure where that cannot work, with the list of what is missing."""
     require_linux()
-    wanted = missing()
+    wanted = missing(images_only=images_only)
     if not wanted:
         return
     listing = "\n".join(f"  {need.package:28} {need.purpose}" for need in wanted)
@@ -122,7 +130,7 @@ def install_packages(lock: Path, progress: Progress) -> None:
         run([*apt, "update"], env=environment)
         packages = [need.package for need in wanted]
         run([*apt, "install", "-y", "--no-install-recommends", *packages], env=environment)
-    still = [need.package for need in missing()]
+    still = [need.package for need in missing(images_only=images_only)]
     if still:
         raise Failure(f"apt-get reported success, yet this is still missing: {', '.join(still)}")
 

@@ -74,17 +74,16 @@ def build_system(store: Store, progress: Progress) -> list[Path]:
 
 @dataclass(frozen=True)
 class Package:
-    """A Debian package as apt would fetch it: name, file name, checksum line as apt prints it."""
+    """A Debian package: its name and the file that apt-get keeps it in, which has its version in its name."""
 
     name: str
     file: str
-    checksum: str
 
 
-def parse_uris(text: str) -> list[Package]:
-    """What `apt-get --print-uris` prints: 'URI' FILE SIZE CHECKSUM, one package a line, other lines between."""
-    found = re.findall(r"^'[^']*' (\S+)_(\S+)_(\S+)\.deb \d+ (\S*)$", text, flags=re.MULTILINE)
-    return [Package(name, f"{name}_{version}_{machine}.deb", checksum) for name, version, machine, checksum in found]
+def parse_simulation(text: str) -> list[Package]:
+    """What `apt-get --simulate install` would do: lines such as `Inst zlib1g (1:1.2.13 Debian:12/stable [amd64])`."""
+    found = re.findall(r"^Inst ([^\s:]+)\S* \((\S+) [^\[]*\[(\w+)\]", text, flags=re.MULTILINE)
+    return [Package(name, f"{name}_{version.replace(':', '%3a')}_{machine}.deb") for name, version, machine in found]
 
 
 def _apt(settings: Settings, *arguments: str) -> str:
@@ -105,7 +104,7 @@ def _apt(settings: Settings, *arguments: str) -> str:
 
 
 def _python_packages(settings: Settings) -> list[Package]:
-    packages = [package for package in parse_uris(_apt(settings, "--print-uris")) if package.name not in UNWANTED]
+    packages = [package for package in parse_simulation(_apt(settings, "--simulate")) if package.name not in UNWANTED]
     if not any(re.fullmatch(r"python3\.\d+-minimal", package.name) for package in packages):
         raise Failure(
             "apt-get names no Python among the packages for the base image: run `apt-get update` and try again"
@@ -196,9 +195,7 @@ def build_python(store: Store, progress: Progress) -> Base:
     """The base image localhost/busload-python, in buildah's store and as an archive (tests run it as a plain pod)."""
     packages = _python_packages(store.settings)
     version, codename = python_version(packages), os_release().get("VERSION_CODENAME", "unknown")
-    key = digest(
-        RECIPE, Path(__file__), PYTHON_DOCKERFILE, *(f"{package.file} {package.checksum}" for package in packages)
-    )
+    key = digest(RECIPE, Path(__file__), PYTHON_DOCKERFILE, *(package.file for package in packages))
     reference = f"localhost/busload-python:{version}-{codename}"
     if not (store.is_current(reference, key) and store.has(reference)):
         with progress.step(f"{reference} built"):
