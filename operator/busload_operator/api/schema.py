@@ -41,11 +41,11 @@ class Rule:
 
     def to_cel(self) -> dict[str, Any]:
         """The rule as an entry of `x-kubernetes-validations`."""
-        entry: dict[str, Any] = {"rule": self.cel, "reason": self.reason}
-        if _PLACEHOLDER.search(self.message):
+        # The API server falls back to `message` when a value makes the expression unprintable (a line break in it).
+        message = _PLACEHOLDER.sub("…", self.message)
+        entry: dict[str, Any] = {"rule": self.cel, "reason": self.reason, "message": message}
+        if message != self.message:
             entry["messageExpression"] = self._message_expression()
-        else:
-            entry["message"] = self.message
         if self.field:
             entry["fieldPath"] = f".{self.field}"
         return entry
@@ -55,13 +55,11 @@ class Rule:
         return _PLACEHOLDER.sub(lambda found: str(_value(model, found[1])), self.message)
 
     def _message_expression(self) -> str:
-        parts = _PLACEHOLDER.split(self.message)
-        literals = ["'" + part.replace("\\", "\\\\").replace("'", "\\'") + "'" for part in parts[::2]]
-        values = [f"string(self.{path})" for path in parts[1::2]]
-        terms = [literals[0]]
-        for value, literal in zip(values, literals[1:], strict=True):
-            terms += [value, literal]
-        return " + ".join(term for term in terms if term != "''")
+        # Not `string(...) + ...`: the API server takes the length of string() for unbounded and refuses the cost.
+        text = _PLACEHOLDER.sub("%s", self.message.replace("%", "%%"))
+        literal = "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+        values = ", ".join(f"self.{path}" for path in _PLACEHOLDER.findall(self.message))
+        return f"{literal}.format([{values}])"
 
 
 def _value(model: Any, path: str) -> Any:

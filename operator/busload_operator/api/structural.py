@@ -117,7 +117,10 @@ def _field(schema: Schema, defs: dict[str, Schema], path: str, seen: tuple[str, 
     # the defaults of the object's own fields.
     if node["type"] != "object" or node.get("required"):
         raise NotStructural(f"{path}: a default_factory that is not an object of defaults")
-    node["default"] = {}
+    # The API server judges a default by the rules of its object before it fills in anything: `{}` would break them.
+    children = node.get("properties", {})
+    if default := {name: child["default"] for name, child in children.items() if "default" in child}:
+        node["default"] = default
     return node
 
 

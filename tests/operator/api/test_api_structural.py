@@ -71,11 +71,11 @@ def test_a_plain_class():
                 "exclusiveMaximum": True,
                 "default": 1,
             },
-            # default_factory becomes a default, or the API server would not look for `size`.
+            # default_factory becomes a default, and a whole one: rules over the child judge it as it stands here.
             "child": {
                 "type": "object",
                 "description": "A child with defaults.",
-                "default": {},
+                "default": {"size": 4},
                 "properties": {"size": size},
             },
             "choice": {"type": "string", "enum": ["only"], "default": "only"},
@@ -172,13 +172,17 @@ def test_rules_that_the_api_server_would_refuse(rule: Rule):
 
 def test_a_rule_in_cel():
     rule = Rule(
-        "self.someField.matches('^x')", lambda s: s.some_field.startswith("x"), "it's {someField}, not x", "someField"
+        "self.someField.matches('^x')",
+        lambda s: s.some_field.startswith("x"),
+        "it's {someField}, not 1% x",
+        "someField",
     )
     assert convert(Text, rules=(rule,))["x-kubernetes-validations"] == [
         {
             "rule": "self.someField.matches('^x')",
             "reason": "FieldValueInvalid",
-            "messageExpression": "'it\\'s ' + string(self.someField) + ', not x'",
+            "message": "it's …, not 1% x",
+            "messageExpression": "'it\\'s %s, not 1%% x'.format([self.someField])",
             "fieldPath": ".someField",
         }
     ]
