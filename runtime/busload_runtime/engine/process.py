@@ -32,23 +32,19 @@ from busload_runtime.engine.messages import (
     Tokens,
 )
 from busload_runtime.executors.contract import Executor
+from busload_runtime.executors.create import create_executor
+from busload_runtime.executors.errors import ExecutorError
+from busload_runtime.executors.errors import ExecutorError
 from busload_runtime.model.errors import ModelError
 
 BUSY_STATS_SECONDS = 0.1
 IDLE_STATS_SECONDS = 1.0
 
 LoadExecutor = Callable[[str, str], Executor]
-"""(executor name, model source) -> executor. Raises `ModelError`."""
+"""(executor name, model source) -> executor. Raises `ModelError` or `ExecutorError`."""
 
 
-def load_executor(name: str, source: str) -> Executor:
-    from busload_runtime.executors.create import create_executor  # the numeric libraries load only in this process
-    from busload_runtime.model.load import load_weights
-
-    return create_executor(name, load_weights(source))
-
-
-def main(arguments: Sequence[str] | None = None, load: LoadExecutor = load_executor) -> int:
+def main(arguments: Sequence[str] | None = None, load: LoadExecutor = create_executor) -> int:
     options = _parse(arguments)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -68,7 +64,7 @@ def main(arguments: Sequence[str] | None = None, load: LoadExecutor = load_execu
 def _run(link: Link, options: argparse.Namespace, load: LoadExecutor) -> int:
     try:
         engine, ready = start(options.model, options.executor, options.memory, options.limits, load)
-    except (ModelError, LimitsImpossible) as error:
+    except (ModelError, ExecutorError, LimitsImpossible) as error:
         link.send(Failed(_one_line(error)))
         return 2
     except MemoryError:
@@ -94,7 +90,7 @@ def _run(link: Link, options: argparse.Namespace, load: LoadExecutor) -> int:
 def start(
     source: str, executor_name: str, memory: int | None, limits: Limits, load: LoadExecutor
 ) -> tuple[Engine, Ready]:
-    """Loads, plans the memory, warms up. Raises `ModelError` or `LimitsImpossible`."""
+    """Loads, plans the memory, warms up. Raises `ModelError`, `ExecutorError` or `LimitsImpossible`."""
     started = time.monotonic()
     before_load = private_bytes()
     budget = find_budget(memory)
