@@ -1,58 +1,97 @@
-"""Matrix products whose result for one decoding request does not depend on which others share the step."""
+"""Matrix products over tiled weights: fast for a few rows, and the same bits for a request whatever its batch-mates."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
 
 Array: TypeAlias = NDArray[np.float32]
 
-_GROUP = 8
-"""Decoding rows multiplied together."""
+_GROUP = 16
+"""Most decoding rows multiplied at once."""
 _SMALL_PRODUCT = 1_000_000
 """Multiply-adds up to which OpenBLAS has kernels that read the matrix in place instead of copying it first."""
+_WORTH_A_THREAD = 2_000_000
+"""Multiply-adds below which waking another thread costs more than it saves."""
 
 
-def linear(x: Array, weight: Array, num_decodes: int) -> Array:
-    """x @ weight.T for x [tokens, inputs] and weight [outputs, inputs], both C-contiguous; C-contiguous result.
+def tile(weight: Array) -> Array:
+    """weight [outputs, inputs] as tiles [num_tiles, inputs, width] of its transpose, the last one filled with zeros.
 
-    The first `num_decodes` rows are decoding requests, the others prompt pieces. BLAS picks its kernel, and with it the
-    order in which a dot product is summed, by the shape of the product: one row, two to eight, more. So the decoding
-    rows go in groups of two to eight and get the same bits whatever else is in the batch. (Seen with OpenBLAS 0.3.31 on
-    AVX-512; elsewhere the difference is at most rounding.) Prompt pieces go in one product, which is fastest; how a
-    prompt is cut can therefore change the last bits of its keys and values.
+    A tile times `_GROUP` rows is a small product for BLAS: the weights then come from memory once and in order.
     """
-    result = np.empty((len(x), len(weight)), np.float32)
-    if num_decodes:
-        result[:num_decodes] = _grouped(x[:num_decodes], weight)
-    if num_decodes < len(x):
-        result[num_decodes:] = (weight @ x[num_decodes:].T).T
-    return result
+    outputs, inputs = weight.shape
+    width = next((width for width in (64, 32) if width * inputs * _GROUP <= _SMALL_PRODUCT), 16)
+    num_tiles = -(-outputs // width)
+    tiles = np.zeros((num_tiles * width, inputs), np.float32)
+    tiles[:outputs] = weight
+    return np.ascontiguousarray(tiles.reshape(num_tiles, width, inputs).swapaxes(1, 2))
 
 
-def _grouped(x: Array, weight: Array) -> Array:
-    """x @ weight.T, x in groups of `_GROUP` rows and the matrix in tiles so small that a tile is read in place.
+def rows_of(tiles: Array, rows: NDArray[np.intp]) -> Array:
+    """Rows of the matrix that was tiled: [len(rows), inputs]."""
+    width = tiles.shape[2]
+    return np.ascontiguousarray(tiles[rows // width, :, rows % width])
 
-    A tile stays in the processor's cache while all groups use it, so the matrix comes from memory once.
+
+class Linear:
+    """x @ weight.T on a few threads, each with its own share of the tiles.
+
+    BLAS picks its kernel, and with it the order in which a dot product is summed, by the shape of the product. So
+    decoding rows go in groups of 2 to `_GROUP`, which all get one kernel: their bits do not depend on the rest of the
+    batch. (True of OpenBLAS 0.3.31 on AVX-512; on other machines the difference is at most rounding, which greedy
+    decoding shows at ties alone.) Prompt pieces go in one product, which is fastest; how a prompt is cut may therefore
+    change the last bits of its keys and values.
     """
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="linear")
+        # BLAS's own threads spin while they wait for each other, which on shared cores costs more than it brings.
+        threadpool_limits(1, user_api="blas")  # type: ignore[no-untyped-call]
+
+    def __call__(self, x: Array, tiles: Array, num_decodes: int) -> Array:
+        """x [tokens, inputs] times tiles; the first `num_decodes` rows decode. Returns [tokens, num_tiles * width]."""
+        num_tiles, _, width = tiles.shape
+        result = np.empty((len(x), num_tiles * width), np.float32)
+        if num_decodes:
+            grouped = _grouped(x[:num_decodes])
+            product = np.empty((num_tiles, *grouped.shape[:2], width), np.float32)
+            self._multiply(grouped, tiles[:, None], product)
+            rows = product.reshape(num_tiles, -1, width)[:, :num_decodes]
+            result[:num_decodes].reshape(num_decodes, num_tiles, width)[:] = rows.swapaxes(0, 1)
+        if num_decodes < len(x):
+            by_tile = result.reshape(len(x), num_tiles, width).swapaxes(0, 1)
+            self._multiply(x[num_decodes:], tiles, by_tile[:, num_decodes:])
+        return result
+
+    def _multiply(self, x: Array, tiles: Array, out: Array) -> None:
+        if out.size * tiles.shape[-2] < _WORTH_A_THREAD or self._num_threads == 1:
+            np.matmul(x, tiles, out=out)
+            return
+        cuts = np.linspace(0, len(tiles), self._num_threads + 1).astype(int)
+        shares = [slice(*pair) for pair in pairwise(cuts)]
+        others = [self._pool.submit(np.matmul, x, tiles[share], out=out[share]) for share in shares[1:]]
+        np.matmul(x, tiles[shares[0]], out=out[shares[0]])
+        for other in others:
+            other.result()
+
+
+def usable_threads() -> int:
+    """OMP_NUM_THREADS if it is a positive number, else the processors this process may run on."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    return int(wanted) if wanted.isdigit() and int(wanted) > 0 else len(os.sched_getaffinity(0))
+
+
+def _grouped(x: Array) -> Array:
+    """x [rows, inputs] as [groups, size, inputs], sizes equal and from 2 to `_GROUP`, zero rows at the end."""
     rows, inputs = x.shape
-    outputs = len(weight)
-    width = _GROUP if rows > _GROUP else max(2, rows)
-    num_groups = -(-rows // width)
-    groups = np.zeros((num_groups * width, inputs), np.float32)
-    groups[:rows] = x
-    columns = np.ascontiguousarray(groups.reshape(num_groups, width, inputs).swapaxes(1, 2))
-    height = _tile_height(outputs, inputs)
-    tiles = outputs // height
-    result = np.empty((num_groups, outputs, width), np.float32)
-    whole = result[:, : tiles * height].reshape(num_groups, tiles, height, width).swapaxes(0, 1)
-    np.matmul(weight[: tiles * height].reshape(tiles, 1, height, inputs), columns, out=whole)
-    if rest := outputs - tiles * height:
-        np.matmul(weight[-rest:], columns, out=result[:, -rest:])
-    return result.swapaxes(1, 2).reshape(num_groups * width, outputs)[:rows]
-
-
-def _tile_height(outputs: int, inputs: int) -> int:
-    """Rows per tile: as many as a small product allows, an exact divisor of `outputs` where there is a good one."""
-    most = max(1, min(outputs, _SMALL_PRODUCT // (_GROUP * inputs)))
-    return next((height for height in range(most, most // 2, -1) if outputs % height == 0), most)
+    num_groups = -(-rows // _GROUP)
+    size = max(2, -(-rows // num_groups))
+    grouped = np.zeros((num_groups * size, inputs), np.float32)
+    grouped[:rows] = x
+    return grouped.reshape(num_groups, size, inputs)

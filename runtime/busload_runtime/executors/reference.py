@@ -7,6 +7,7 @@ other requests enter a sum (see `linear` for what this means for reproducibility
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -16,9 +17,9 @@ from numpy.typing import NDArray
 from busload_runtime.engine.plan import Chunk, Plan, Sampled
 from busload_runtime.executors.errors import ExecutorError
 from busload_runtime.executors.kv_pool import KvPool
-from busload_runtime.executors.linear import linear
+from busload_runtime.executors.linear import Linear, rows_of, tile, usable_threads
 from busload_runtime.executors.sampling import sample
-from busload_runtime.model.weights import LayerWeights, Weights
+from busload_runtime.model.weights import LayerWeights, WeightFile
 
 Array: TypeAlias = NDArray[np.float32]
 
@@ -30,13 +31,18 @@ _QUERY_ROWS = 128
 class ReferenceExecutor:
     """Implements `contract.Executor`."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: WeightFile, num_threads: int | None = None) -> None:
         config = weights.config
-        self._weights = weights
         self._config = config
+        self._linear = Linear(num_threads or usable_threads())
+        self._embedding = tile(weights.embedding())
+        self._layers = [_tiled(weights.layer(index)) for index in range(config.num_layers)]
+        self._final_norm = weights.final_norm()
+        self._output = self._embedding if config.tied_embeddings else tile(weights.output())
+        self._rope_frequencies = weights.rope_frequencies()
         self.block_size = _BLOCK_SIZE
         self.bytes_per_block = _BLOCK_SIZE * config.kv_bytes_per_token
-        self.weight_bytes = weights.num_bytes
+        self.weight_bytes = self._count_weight_bytes()
         self.vocab_size = config.vocab_size
         self.context_length = config.context_length
         self.copy_bandwidth = measure_copy_bandwidth()
@@ -69,28 +75,35 @@ class ReferenceExecutor:
         tokens = {chunk.request_id: _draw(chunk, row) for (chunk, _), row in zip(drawing, logits, strict=True)}
         return [Sampled(c.request_id, tokens[c.request_id]) for c in plan.chunks if c.sampling is not None]
 
+    def _count_weight_bytes(self) -> int:
+        tables = [self._embedding, self._final_norm]
+        if self._output is not self._embedding:
+            tables.append(self._output)
+        layers = [getattr(layer, field.name) for layer in self._layers for field in fields(layer)]
+        return sum(array.nbytes for array in tables + layers)
+
     def _forward(self, chunks: Sequence[Chunk], wanted_rows: Sequence[int]) -> Array:
         """Logits [len(wanted_rows), vocab] after writing keys and values of all chunks."""
-        config, weights = self._config, self._weights
+        config = self._config
         if not chunks:
             return np.empty((0, config.vocab_size), np.float32)
         num_decodes = sum(len(chunk.tokens) == 1 for chunk in chunks)
-        x = weights.embedding[np.concatenate([chunk.tokens for chunk in chunks])]
+        x = rows_of(self._embedding, np.concatenate([chunk.tokens for chunk in chunks]))
         positions = np.concatenate([np.arange(chunk.start, chunk.length_after) for chunk in chunks])
         blocks = np.concatenate(
             [np.repeat(chunk.blocks, _BLOCK_SIZE)[chunk.start : chunk.length_after] for chunk in chunks]
         )
         slots = blocks * _BLOCK_SIZE + positions % _BLOCK_SIZE
-        angles = positions[:, None, None].astype(np.float32) * weights.rope_frequencies
+        angles = positions[:, None, None].astype(np.float32) * self._rope_frequencies
         rotation = np.cos(angles), np.sin(angles)
-        for layer, kv in zip(weights.layers, self._pool.blocks, strict=True):
+        for layer, kv in zip(self._layers, self._pool.blocks, strict=True):
             normed = _rms_norm(x, layer.attention_norm, config.norm_eps)
-            attended = self._attention(linear(normed, layer.qkv, num_decodes), chunks, kv, slots, rotation)
-            x += linear(attended, layer.attention_output, num_decodes)
+            attended = self._attention(self._linear(normed, layer.qkv, num_decodes), chunks, kv, slots, rotation)
+            x += self._linear(attended, layer.attention_output, num_decodes)[:, : config.hidden_size]
             normed = _rms_norm(x, layer.ffn_norm, config.norm_eps)
-            x += _feed_forward(normed, layer, num_decodes)
-        last = _rms_norm(x[wanted_rows], weights.final_norm, config.norm_eps)
-        return linear(last, weights.output, len(last))
+            x += self._feed_forward(normed, layer, num_decodes)
+        last = _rms_norm(x[wanted_rows], self._final_norm, config.norm_eps)
+        return self._linear(last, self._output, len(last))[:, : config.vocab_size]
 
     def _attention(
         self,
@@ -102,7 +115,8 @@ class ReferenceExecutor:
     ) -> Array:
         """Writes keys and values of all rows, then attends chunk by chunk. Returns [tokens, heads * head_dim]."""
         config = self._config
-        heads = qkv.reshape(len(qkv), -1, config.head_dim)
+        num_heads = config.num_heads + 2 * config.num_kv_heads
+        heads = qkv[:, : num_heads * config.head_dim].reshape(len(qkv), num_heads, config.head_dim)
         rotated, values = np.split(heads, [config.num_heads + config.num_kv_heads], axis=1)
         rotated = _rotate(rotated, *rotation)
         queries, keys = np.split(rotated, [config.num_heads], axis=1)
@@ -118,6 +132,26 @@ class ReferenceExecutor:
                 result[first:last] = _attend(queries[first:last], keys[:visible], values[:visible])
         return result.reshape(len(qkv), -1)
 
+    def _feed_forward(self, x: Array, layer: LayerWeights, num_decodes: int) -> Array:
+        """SwiGLU (Shazeer 2020): down(silu(gate) * up)."""
+        size = self._config.ffn_size
+        gate_up = self._linear(x, layer.gate_up, num_decodes)
+        gate, up = gate_up[:, :size], gate_up[:, size : 2 * size]
+        with np.errstate(over="ignore"):  # exp(-gate) may overflow: then silu is 0, as it should be
+            hidden = gate / (1 + np.exp(-gate)) * up
+        return self._linear(hidden, layer.down, num_decodes)[:, : self._config.hidden_size]
+
+
+def _tiled(layer: LayerWeights) -> LayerWeights:
+    """The same layer with its matrices as tiles."""
+    return replace(
+        layer,
+        qkv=tile(layer.qkv),
+        attention_output=tile(layer.attention_output),
+        gate_up=tile(layer.gate_up),
+        down=tile(layer.down),
+    )
+
 
 def _with_rows(chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, tuple[int, int]]]:
     """Each chunk with the first and the last + 1 of its rows."""
@@ -129,14 +163,6 @@ def _rms_norm(x: Array, gain: Array, eps: float) -> Array:
     """Zhang and Sennrich 2019."""
     scale: Array = np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + np.float32(eps))
     return x / scale * gain
-
-
-def _feed_forward(x: Array, layer: LayerWeights, num_decodes: int) -> Array:
-    """SwiGLU (Shazeer 2020): down(silu(gate) * up)."""
-    gate, up = np.split(linear(x, layer.gate_up, num_decodes), 2, axis=-1)
-    with np.errstate(over="ignore"):  # exp(-gate) may overflow: then silu is 0, as it should
-        hidden = gate / (1 + np.exp(-gate)) * up
-    return linear(hidden, layer.down, num_decodes)
 
 
 def _rotate(x: Array, cos: Array, sin: Array) -> Array:

@@ -9,6 +9,7 @@ import math
 import mmap
 import os
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -74,17 +75,23 @@ class GgufFile:
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
-        info = self.tensors.get(name)
-        if info is None:
-            raise ModelError(f"{self.path}: tensor {name} is missing; the file is incomplete, download it again")
-        if info.shape != shape:
-            raise ModelError(f"{self.path}: tensor {name} has shape {info.shape}; the model's config asks for {shape}")
+        self.check_shapes({name: shape})
+        info = self.tensors[name]
         raw = np.frombuffer(self.data, np.uint8, info.num_bytes, info.offset)
         if info.type_id == GGMLQuantizationType.F32:
             return raw.view(np.float32).reshape(shape).copy()
         with np.errstate(all="ignore"):  # a corrupt scale may be inf or nan
             rows = dequantize(raw.reshape(math.prod(shape[:-1]), -1), GGMLQuantizationType(info.type_id))
         return np.ascontiguousarray(rows, np.float32).reshape(shape)
+
+    def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises `ModelError` at the first tensor of `shapes` that is missing or has another shape."""
+        for name, shape in shapes.items():
+            info = self.tensors.get(name)
+            if info is None:
+                raise ModelError(f"{self.path}: tensor {name} is missing; the file is incomplete, download it again")
+            if info.shape != shape:
+                raise ModelError(f"{self.path}: tensor {name} has shape {info.shape}; the model's config says {shape}")
 
 
 def open_gguf(path: str) -> GgufFile:

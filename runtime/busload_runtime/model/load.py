@@ -12,7 +12,7 @@ from busload_runtime.model.gguf_file import GgufFile, open_gguf
 from busload_runtime.model.tokenizer import TextTokenizer, tokenizer_from_metadata
 
 if TYPE_CHECKING:
-    from busload_runtime.model.weights import Weights
+    from busload_runtime.model.weights import WeightFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,12 @@ def load_text_model(source: str) -> TextModel:
     return TextModel(_config(file), tokenizer, _chat(file, tokenizer))
 
 
-def load_weights(source: str) -> "Weights":
-    """All weights of `source` as fp32 arrays. Raises `ModelError`; its message is one line for the user."""
-    from busload_runtime.model.weights import read_weights  # numpy and gguf: only the engine process has use for them
+def load_weights(source: str) -> "WeightFile":
+    """The weights of `source`, checked and ready to be read. Raises `ModelError` with one line for the user."""
+    from busload_runtime.model.weights import open_weight_file  # numpy: only the engine process has use for it
 
     file = open_gguf(resolve_source(source))
-    return read_weights(file, _config(file))
+    return open_weight_file(file, _config(file))
 
 
 def _config(file: GgufFile) -> ModelConfig:
