@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import pytest
+import yaml
 
 from busload_operator.api.v1alpha1 import InferenceService
 from e2e.access import ROOT, Cluster
@@ -69,9 +70,32 @@ def test_scale_is_refused_outside_the_bounds(operator: Cluster, namespace: str) 
     manifest = {**TABLE.SMALLEST, "spec": {**TABLE.SMALLEST["spec"], "scaling": {"mode": "External"}}}
     operator.kubectl("create", "-n", namespace, "-f", "-", stdin=json.dumps(manifest))
     operator.kubectl("scale", "inferenceservice/case", "-n", namespace, "--replicas=3")
-    scale = operator.get("--raw", f"/apis/busload.dev/v1alpha1/namespaces/{namespace}/inferenceservices/case/scale")
+    path = f"/apis/busload.dev/v1alpha1/namespaces/{namespace}/inferenceservices/case/scale"
+    scale = json.loads(operator.kubectl("get", "--raw", path))
     assert scale["spec"]["replicas"] == 3
     with pytest.raises(subprocess.CalledProcessError) as refused:
         operator.kubectl("scale", "inferenceservice/case", "-n", namespace, "--replicas=5")
     assert "replicas 5 is outside bounds.replicas, 1 to 4" in refused.value.stderr
     operator.kubectl("delete", "inferenceservices", "--all", "-n", namespace)
+
+
+@pytest.mark.parametrize("golden", ["smallest", "claim"])
+def test_runtime_pods_meet_the_restricted_standard(operator: Cluster, namespace: str, golden: str) -> None:
+    """Pod security admission judges the pod of the golden Deployment; the namespace enforces `restricted`."""
+    operator.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
+    text = (ROOT / f"tests/operator/resources/golden/{golden}.yaml").read_text(encoding="utf-8")
+    (deployment,) = [child for child in yaml.safe_load_all(text) if child["kind"] == "Deployment"]
+    template = deployment["spec"]["template"]
+    pod: dict[str, Any] = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "pod", "namespace": namespace, "labels": template["metadata"]["labels"]},
+        "spec": {**template["spec"], "serviceAccountName": "default"},
+    }
+    create_pod = ("create", "--dry-run=server", "--validate=strict", "-f", "-")
+    operator.kubectl(*create_pod, stdin=json.dumps(pod))
+    # The standard is in force: it refuses the same pod with one right too many.
+    container = {**pod["spec"]["containers"][0], "securityContext": {"allowPrivilegeEscalation": True}}
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        operator.kubectl(*create_pod, stdin=json.dumps({**pod, "spec": {**pod["spec"], "containers": [container]}}))
+    assert 'violates PodSecurity "restricted' in refused.value.stderr
