@@ -34,7 +34,6 @@ from busload_runtime.engine.messages import (
 from busload_runtime.executors.contract import Executor
 from busload_runtime.executors.create import create_executor
 from busload_runtime.executors.errors import ExecutorError
-from busload_runtime.executors.errors import ExecutorError
 from busload_runtime.model.errors import ModelError
 
 BUSY_STATS_SECONDS = 0.1
