@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from busload_runtime.contract import Limits
-
 
 class CountersError(ValueError):
     """A scrape that cannot be used; the message names the metric."""
@@ -50,15 +48,6 @@ class Counters:
     batch_size: float
     kv_cache_percent: float
     token_budget: float
-
-    def runs(self, limits: Limits) -> bool:
-        """Whether the pod says that it applies the tuned ones of these limits."""
-        return (self.max_sequence_length, self.batch_size, self.kv_cache_percent, self.token_budget) == (
-            limits.max_sequence_length,
-            limits.batch_size,
-            limits.kv_cache_percent,
-            limits.token_budget,
-        )
 
 
 # Field of Counters -> sample name in the exposition format.

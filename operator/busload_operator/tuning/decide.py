@@ -3,20 +3,26 @@
 from dataclasses import replace
 
 from busload_operator.tuning import words
+from busload_operator.tuning.diagnose import QUEUE
 from busload_operator.tuning.fit import TRUSTED_BEYOND
 from busload_operator.tuning.scale import add_replicas, remove_replica
 from busload_operator.tuning.settings import Candidate, Situation, batch_ceiling, predict, raise_batch, raise_kv_cache
 from busload_operator.tuning.state import Phase
-from busload_operator.tuning.types import Knob, Prediction, Reason
+from busload_operator.tuning.types import Bottleneck, Knob, Prediction, Reason
 
 WINDOWS = 3
 """Windows in a row that must show a miss."""
 WINDOWS_BADLY_MISSED = 2
 """The same, when the wait is over twice the objective."""
+KV_SECONDS = 30.0
+"""For how long a miss must last when memory is the cause: preemptions make throughput come in waves."""
 SETTINGS_SECONDS = 60.0
 """How long a missed objective may be met with settings alone."""
 LOW_SECONDS = 300.0
 """How long low use must last, and the pause between two slow changes."""
+
+SMALLER = 0.85
+"""Dead band downwards."""
 
 
 def decide(s: Situation) -> Candidate | str | None:
@@ -36,6 +42,8 @@ def decide(s: Situation) -> Candidate | str | None:
     needed = WINDOWS_BADLY_MISSED if s.wait > 2 * objective else WINDOWS
     if streak.count < needed:
         return _more_windows(streak.count, needed)
+    if s.diagnosis.bottleneck is Bottleneck.KV_BOUND and s.inputs.now - streak.since < KV_SECONDS:
+        return f"requests wait for KV cache; a change needs this for {KV_SECONDS:.0f} s"
     return _clear_wait(s)
 
 
@@ -98,7 +106,7 @@ def _hopeless(s: Situation) -> str | None:
 def _lower(s: Situation) -> Candidate | str | None:
     """After a long calm: one replica less, or a smaller batch limit; replicas cost, so they go first."""
     usage, now = s.state.usage, s.inputs.now
-    if not usage or usage[-1].at - usage[0].at < LOW_SECONDS or any(u.queue > 0.05 for u in usage):
+    if not usage or usage[-1].at - usage[0].at < LOW_SECONDS or any(u.queue > QUEUE for u in usage):
         return None
     if s.state.changed_at is not None and now - s.state.changed_at < LOW_SECONDS:
         return None
@@ -113,7 +121,7 @@ def _lower_batch(s: Situation) -> Candidate | None:
     peak = max(u.running_per_pod for u in s.state.usage)
     floor = max(bounds.batch_size.clamp(bounds.batch_size_initial), round(2 * peak))
     after = max(floor, now // 2)
-    if after >= now:
+    if after > SMALLER * now:
         return None
     message = (
         f"batchSize {now} -> {after}: for {LOW_SECONDS:.0f} s at most {peak:.0f} requests ran at once in a pod and "

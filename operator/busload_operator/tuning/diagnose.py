@@ -41,11 +41,10 @@ def _with_queue(seen: View, wait: float | None, law: Law | None) -> Diagnosis:
     queue = f"{words.number(seen.queue)} requests wait ({words.seconds(wait)})"
     batch = f"{words.number(seen.batch)} of {seen.batch_limit:g} places are taken"
     kv = f"KV cache use peaks at {words.percent(seen.kv_used)}"
-    full = seen.batch >= 0.9 * seen.batch_limit
-    if seen.preemptions > 0 or (seen.kv_used > KV_FULL and not full):
+    if seen.preemptions > 0 or (seen.kv_used > KV_FULL and not seen.full):
         text = f"{queue}, {kv} with {words.count(seen.preemptions, 'preemption')}, {batch}."
         return Diagnosis(Bottleneck.KV_BOUND, text)
-    if full:
+    if seen.full:
         bend = knee(law, seen)
         if bend is not None and seen.batch > KNEES_SATURATED * bend:
             text = f"{queue}, {batch}, and the batch is over {KNEES_SATURATED:g} times the knee of {bend:.1f}."

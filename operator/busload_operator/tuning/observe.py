@@ -30,8 +30,8 @@ class Picture:
 
     @property
     def majority(self) -> bool:
-        """More than half of the ready pods speak, with the limits in force."""
-        return 2 * len(self.windows) > len(self.ready)
+        """At least half of the ready pods speak, with the limits in force."""
+        return len(self.windows) > 0 and 2 * len(self.windows) >= len(self.ready)
 
     @property
     def complete(self) -> bool:
@@ -127,11 +127,11 @@ def wait_seconds(seen: View, windows: tuple[PodWindow, ...], output_length: floa
 
 
 def _seconds_without_finish(windows: tuple[PodWindow, ...]) -> float:
-    """For how long every place was taken and nothing finished, up to now; over pods the shortest."""
+    """For how long work waited (or every place was taken) and nothing finished, up to now; over pods the shortest."""
     seconds: dict[str, float] = {}
     ended: set[str] = set()
     for window in sorted(windows, key=lambda w: -w.end):
-        if window.pod not in ended and window.at_limit and window.finished == 0:
+        if window.pod not in ended and window.loaded and window.finished == 0:
             seconds[window.pod] = seconds.get(window.pod, 0.0) + window.seconds
         else:
             ended.add(window.pod)

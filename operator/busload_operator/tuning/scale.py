@@ -4,7 +4,7 @@ import math
 
 from busload_operator.tuning import words
 from busload_operator.tuning.fit import TRUSTED_BEYOND, batch_within, tokens_per_second
-from busload_operator.tuning.settings import ITL_MARGIN, Candidate, Situation
+from busload_operator.tuning.settings import ITL_MARGIN, KV_MARGIN, Candidate, Situation
 from busload_operator.tuning.state import Usage
 from busload_operator.tuning.types import Knob, Prediction, Reason, Scaling
 from busload_operator.tuning.window import View, view
@@ -30,22 +30,23 @@ def add_replicas(s: Situation, reason: Reason, why: str) -> Candidate | str:
     after = min(most, wanted)
     each = s.seen.tokens_per_second / s.seen.pods
     wait = _wait_with(s, after)
-    prediction = Prediction(after * each, wait, None, f"{words.number(each)} tokens/s measured per replica, at best")
-    tail = f", a wait of {words.seconds(wait)}" if wait is not None else ""
-    message = (
-        f"replicas {n} -> {after}: {why}; {words.number(s.seen.queue)} requests wait {s.wait_text}; expected at best "
-        f"{words.number(after * each)} tokens/s{tail} ({prediction.basis})."
-    )
+    prediction = Prediction(after * each, wait, None, f"{words.number(each)} tokens/s were measured per replica")
+    gain = f"{words.number(after * each)} tokens/s"
+    queue = ""
+    if s.wait:
+        gain += f", a wait of {words.seconds(wait)}"
+        queue = f" {words.number(s.seen.queue)} requests wait {s.wait_text};"
+    message = f"replicas {n} -> {after}: {why};{queue} expected at best {gain} ({prediction.basis})."
     return Candidate(Knob.REPLICAS, n, after, reason, message, prediction, s.inputs.limits, after)
 
 
 def _for_wait(s: Situation) -> int | str:
     """Offered work plus backlog over capacity, in replicas."""
-    n, pods, length = s.inputs.replicas, s.seen.pods, s.state.output_length
-    each = s.seen.busy_tokens_per_second / pods
+    n, length = s.inputs.replicas, s.state.output_length
+    each = s.seen.busy_tokens_per_second / s.seen.pods
     if length is None or each <= 0:
         # Nothing finished yet: what a request costs is unknown, so the smallest step.
-        return n + 1 if pods >= n else "replicas are still starting"
+        return n + 1 if s.ready >= n else "replicas are still starting"
     startup = s.state.startup_seconds or ASSUMED_STARTUP
     offered = _arrivals(s) * length
     backlog = s.seen.queue * length
@@ -54,7 +55,7 @@ def _for_wait(s: Situation) -> int | str:
         gone = backlog / (n * each - offered)
         return f"the queue is predicted to be gone in {gone:.0f} s, a replica takes {startup:.0f} s to start"
     wanted = math.ceil((offered / UTILISATION + left / DRAIN_SECONDS) / each - 0.1)
-    if pods >= n:
+    if s.ready >= n:
         return max(wanted, n + 1)
     return wanted if wanted > n else "the replicas that are starting are predicted to suffice"
 
@@ -69,7 +70,7 @@ def _arrivals(s: Situation) -> float:
 def _for_inter_token(s: Situation) -> int | str:
     """So many that the batch of each fits the inter-token objective."""
     objective, n = s.inputs.objectives.inter_token_latency, s.inputs.replicas
-    if s.seen.pods < n:
+    if s.ready < n:
         return "replicas are still starting"
     if s.seen.batch <= 1.2:
         return (
@@ -111,7 +112,9 @@ def _best_batch(s: Situation) -> float:
     law = s.usable_law
     assert law is not None
     within = batch_within(law, s.work, ITL_MARGIN * s.inputs.objectives.inter_token_latency)
-    return min(float(s.inputs.limits.batch_size), within, TRUSTED_BEYOND * law.batch_max)
+    held = s.seen.kv_per_request
+    fits = KV_MARGIN * s.seen.kv_tokens / held if held > 0 else math.inf
+    return min(float(s.inputs.limits.batch_size), within, fits, TRUSTED_BEYOND * law.batch_max)
 
 
 def remove_replica(s: Situation, seen: View, usage: tuple[Usage, ...]) -> Candidate | str | None:
@@ -119,7 +122,7 @@ def remove_replica(s: Situation, seen: View, usage: tuple[Usage, ...]) -> Candid
     n = s.inputs.replicas
     if s.inputs.scaling is Scaling.EXTERNAL or n <= s.inputs.bounds.replicas.min:
         return None
-    if seen.pods < n or not s.complete:
+    if s.ready < n or not s.complete:
         return f"replicas stay at {n}: not every one of them is ready and speaks"
     if (refused := max(s.refused(Knob.REPLICAS), default=0)) >= n - 1:
         return f"replicas stay at {n}: {refused} were too few a while ago"
@@ -128,7 +131,7 @@ def remove_replica(s: Situation, seen: View, usage: tuple[Usage, ...]) -> Candid
     peak = max(u.running for u in usage)
     message = (
         f"replicas {n} -> {n - 1}: for {usage[-1].at - usage[0].at:.0f} s at most {peak:.0f} requests ran at once and "
-        f"none waited; {n - 1} are predicted to hold that."
+        f"none waited; {words.count(n - 1, 'replica')} can hold that."
     )
     prediction = Prediction(seen.tokens_per_second, 0.0, None, "the load of the last five minutes")
     return Candidate(Knob.REPLICAS, n, n - 1, Reason.LOW_USE, message, prediction, s.inputs.limits, n - 1)

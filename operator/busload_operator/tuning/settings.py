@@ -34,6 +34,8 @@ class Situation:
     wait_is_lower_bound: bool
     law: Law | None
     diagnosis: Diagnosis
+    ready: int
+    """Ready pods."""
     complete: bool
     """Every ready pod speaks."""
 
@@ -92,7 +94,7 @@ def batch_ceiling(s: Situation) -> Ceiling:
         text = f"a token takes {words.seconds(seen.itl)} already, of an objective of {words.seconds(objective)}"
         ceilings.append(Ceiling(s.inputs.limits.batch_size, text))
     if refused := s.refused(Knob.BATCH_SIZE):
-        ceilings.append(Ceiling(min(refused) - 1, f"{min(refused)} did not help a while ago"))
+        ceilings.append(Ceiling(min(refused) - 1, "a larger one did not help a while ago"))
     return min(ceilings, key=lambda c: c.value)
 
 
@@ -130,7 +132,7 @@ def raise_kv_cache(s: Situation) -> Candidate | str:
     if refused := s.refused(Knob.KV_CACHE_PERCENT):
         after = min(after, min(refused) - 1)
     if after <= now:
-        because = f"{min(refused)} did not help a while ago" if refused else f"bounds.kvCachePercent.max is {allowed}"
+        because = "a larger one did not help a while ago" if refused else f"bounds.kvCachePercent.max is {allowed}"
         return f"kvCachePercent stays at {now}: {because}"
     batch = min(s.seen.batch * after / now, float(s.inputs.limits.batch_size))
     prediction = predict(s, batch)

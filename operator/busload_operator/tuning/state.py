@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from busload_operator.tuning.diagnose import Diagnosis
 from busload_operator.tuning.fit import Fit
 from busload_operator.tuning.types import Decision, Knob
 from busload_operator.tuning.window import Base, PodWindow
@@ -40,6 +41,8 @@ class Streak:
     """Start of the first window."""
     first_end: float = 0.0
     """End of the first windows."""
+    last: float = 0.0
+    """Time of the newest step in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +55,14 @@ class Pending:
     replicas_before: int
     replicas_after: int
     tokens_per_second_before: float | None
-    """Capacity while there was load; None: there was none."""
+    """Of all ready pods while there was load; None: there was none."""
     inter_token_before: float | None
     applied_at: float | None = None
     """When the pods were first seen with the new values."""
     quiet: int = 0
     """Steps in a row without load since then."""
     loaded: tuple[PodWindow, ...] = ()
-    """Windows under load since then, the first of each pod left out."""
+    """Windows of the steps under load since then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,8 @@ class State:
     streak: Streak = field(default_factory=Streak)
     missed_since: float | None = None
     """Start of the present run of windows whose wait is over the objective."""
+    diagnosis: Diagnosis | None = None
+    """Of the last step that saw the service."""
     pending: Pending | None = None
     restored: Limits | None = None
     """Limits that a rollback asked for, until they are in force."""

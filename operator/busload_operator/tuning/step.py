@@ -27,8 +27,8 @@ from busload_operator.tuning.verify import APPLY_SECONDS, RETRY_SECONDS, Judgeme
 from busload_operator.tuning.window import PodWindow, View, view
 from busload_runtime.contract import Limits
 
-USAGE_GAP = 20.0
-"""Seconds without full sight after which the record of use starts anew."""
+MAX_GAP = 30.0
+"""Seconds without sight after which windows in a row, and the record of use, start anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,7 @@ def step(state: State, inputs: Inputs) -> tuple[State, Result]:
             closed += interrupted
 
     diagnosis = situation.diagnosis if situation is not None else _without_sight(state, picture)
+    state = replace(state, diagnosis=diagnosis)
     result = Result(
         observed=picture.observed,
         bottleneck=diagnosis.bottleneck,
@@ -83,16 +84,18 @@ def _follow_phase(state: State, inputs: Inputs, picture: Picture) -> tuple[State
     if latest is None or not picture.majority:
         return state, False
     phase = _phase(latest, inputs)
-    ends = max(w.end for w in picture.windows)
-    if phase is state.streak.phase and state.streak.count > 0:
-        streak = replace(state.streak, count=state.streak.count + 1)
+    old = state.streak
+    if phase is old.phase and old.count > 0 and inputs.now - old.last <= MAX_GAP:
+        streak = replace(old, count=old.count + 1, last=inputs.now)
     else:
-        streak = Streak(phase, 1, min(w.start for w in picture.windows), ends)
+        streak = Streak(
+            phase, 1, min(w.start for w in picture.windows), max(w.end for w in picture.windows), inputs.now
+        )
     wait, _ = wait_seconds(latest, _since(state, streak, inputs), state.output_length)
     missed = wait is not None and wait > inputs.objectives.time_to_first_token
     missed_since = (state.missed_since if state.missed_since is not None else inputs.now) if missed else None
     usage = state.usage
-    if usage and inputs.now - usage[-1].at > USAGE_GAP:
+    if usage and inputs.now - usage[-1].at > MAX_GAP:
         usage = ()
     if picture.complete and picture.observed is not None:
         now = Usage(
@@ -102,7 +105,7 @@ def _follow_phase(state: State, inputs: Inputs, picture: Picture) -> tuple[State
             queue=latest.queue,
             tokens_per_second=picture.observed.tokens_per_second,
         )
-        usage = (*(u for u in usage if u.at >= inputs.now - LOW_SECONDS - USAGE_GAP), now)
+        usage = (*(u for u in usage if u.at >= inputs.now - LOW_SECONDS - MAX_GAP), now)
     return replace(state, streak=streak, missed_since=missed_since, usage=usage), missed
 
 
@@ -123,19 +126,21 @@ def _since(state: State, streak: Streak, inputs: Inputs) -> tuple[PodWindow, ...
 
 
 def _situation(state: State, inputs: Inputs, picture: Picture, law: Law | None) -> Situation | None:
-    """None when the service cannot be seen now."""
+    """None when the service cannot be seen now, or not yet under the limits in force."""
     windows = _since(state, state.streak, inputs)
-    if not windows:
-        windows = tuple(w for w in state.windows if w.end > inputs.now - SHOWN_SECONDS)
     seen = None if picture.blind else view(windows)
     if seen is None:
         return None
     wait, lower_bound = wait_seconds(seen, windows, state.output_length)
     diagnosis = diagnose(seen, wait, law, inputs.objectives)
-    return Situation(inputs, state, seen, wait, lower_bound, law, diagnosis, picture.complete)
+    return Situation(
+        inputs, state, seen, wait, lower_bound, law, diagnosis, ready=len(picture.ready), complete=picture.complete
+    )
 
 
 def _without_sight(state: State, picture: Picture) -> Diagnosis:
+    if not picture.blind and state.diagnosis is not None:
+        return state.diagnosis
     if not picture.ready:
         return Diagnosis(Bottleneck.STARTING, "No pod is ready yet.")
     if not state.windows and not picture.silent:
@@ -246,10 +251,8 @@ def _change(
     )
     if s.inputs.mode is Mode.RECOMMEND:
         return _recommend(state, decision, target)
-    before = view(w for w in _since(state, state.streak, s.inputs) if w.loaded)
-    decision = replace(
-        decision, outcome=Outcome(Verdict.PENDING, before.tokens_per_second if before is not None else None)
-    )
+    tokens, itl = _before(s)
+    decision = replace(decision, outcome=Outcome(Verdict.PENDING, tokens))
     interrupted: tuple[Decision, ...] = ()
     if state.pending is not None:
         text = "replicas were added before it could be judged; it is kept."
@@ -261,13 +264,24 @@ def _change(
         limits_after=found.limits,
         replicas_before=s.inputs.replicas,
         replicas_after=found.replicas,
-        tokens_per_second_before=decision.outcome.tokens_per_second_before,
-        inter_token_before=before.itl if before is not None else None,
+        tokens_per_second_before=tokens,
+        inter_token_before=itl,
     )
     state = replace(
         state, next_id=state.next_id + 1, pending=pending, changed_at=now, streak=Streak(), usage=(), restored=None
     )
     return state, decision, interrupted, _Target(found.limits, found.replicas), None
+
+
+def _before(s: Situation) -> tuple[float | None, float | None]:
+    """Tokens per second of all ready pods, and seconds per token, while there was load before a change. The window in
+    which the queue began is not among it, unless it was loaded from its start."""
+    streak = s.state.streak
+    windows = (w for w in s.state.windows if w.start >= streak.since and w.generation >= s.inputs.generation)
+    seen = view(w for w in windows if w.end > streak.first_end or w.loaded)
+    if streak.phase is Phase.CALM or seen is None:
+        return None, None
+    return seen.tokens_per_second / seen.pods * s.ready, seen.itl
 
 
 def _recommend(

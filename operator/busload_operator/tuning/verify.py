@@ -3,18 +3,21 @@
 from dataclasses import dataclass, replace
 
 from busload_operator.tuning import words
+from busload_operator.tuning.diagnose import IDLE_BATCH
 from busload_operator.tuning.observe import Picture
 from busload_operator.tuning.state import Pending, Refused
 from busload_operator.tuning.types import Decision, Inputs, Knob, Outcome, Reason, Verdict
-from busload_operator.tuning.window import view
+from busload_operator.tuning.window import PodWindow, view
 
 APPLY_SECONDS = 60.0
 """In which the new values must be written and the pods must run them."""
-READY_SECONDS = 600.0
+READY_SECONDS = 300.0
 """In which a new replica must be ready."""
 SETTLE_SECONDS = 10.0
 LOADED_STEPS = 3
 """Windows per pod under load that a comparison needs."""
+LOADED_SECONDS_KV = 30.0
+"""And for the KV fraction so many seconds: with preemptions throughput comes in waves."""
 LOADED_STEPS_AT_LEAST = 2
 """The same when the load ends early."""
 QUIET_STEPS = 3
@@ -50,8 +53,8 @@ def follow(pending: Pending, inputs: Inputs, picture: Picture, missed: bool) -> 
         return _follow_lowered(pending, inputs, missed)
     pending = _collect(pending, picture)
     if pending.decision.knob is Knob.REPLICAS:
-        return _follow_replicas(pending, inputs)
-    return _follow_setting(pending, inputs)
+        return _follow_replicas(pending, inputs, picture)
+    return _follow_setting(pending, inputs, picture)
 
 
 def _await(pending: Pending, inputs: Inputs, picture: Picture) -> Judgement:
@@ -78,12 +81,25 @@ def _await(pending: Pending, inputs: Inputs, picture: Picture) -> Judgement:
 
 
 def _collect(pending: Pending, picture: Picture) -> Pending:
-    """Keeps this step's windows under load. The window in which the change arrived is not among them: in it the new
+    """Keeps the windows of steps under load. The window in which the change arrived is not among them: in it the new
     places were still being filled."""
     if not picture.windows:
         return pending
-    loaded = tuple(w for w in picture.windows if w.loaded)
-    return replace(pending, quiet=0 if loaded else pending.quiet + 1, loaded=pending.loaded + loaded)
+    busy = [_under_load(w, pending.decision) for w in picture.windows]
+    if not any(busy):
+        return replace(pending, quiet=pending.quiet + 1)
+    # What replicas are worth shows only while all of them have work.
+    if pending.decision.knob is Knob.REPLICAS and not all(busy):
+        return replace(pending, quiet=0)
+    return replace(pending, quiet=0, loaded=pending.loaded + picture.windows)
+
+
+def _under_load(window: PodWindow, decision: Decision) -> bool:
+    """As loaded as before the change: work for every place, or more running than the old batch limit let in. When
+    tokens were too slow without a queue, any running request tells."""
+    if decision.reason is Reason.INTER_TOKEN_OBJECTIVE_MISSED:
+        return window.batch >= IDLE_BATCH
+    return window.loaded or (decision.knob is Knob.BATCH_SIZE and window.batch >= decision.before)
 
 
 def _steps_under_load(pending: Pending) -> list[int]:
@@ -91,14 +107,17 @@ def _steps_under_load(pending: Pending) -> list[int]:
     return [sum(1 for w in pending.loaded if w.pod == name) for name in names]
 
 
-def _follow_setting(pending: Pending, inputs: Inputs) -> Judgement:
+def _follow_setting(pending: Pending, inputs: Inputs, picture: Picture) -> Judgement:
     steps = min(_steps_under_load(pending), default=0)
     over = pending.quiet >= QUIET_STEPS
-    if inputs.now - pending.decision.at < SETTLE_SECONDS or not (over or steps >= LOADED_STEPS):
+    enough = steps >= LOADED_STEPS
+    if pending.decision.knob is Knob.KV_CACHE_PERCENT:
+        enough = enough and pending.loaded[-1].end - pending.loaded[0].start >= LOADED_SECONDS_KV
+    if inputs.now - pending.decision.at < SETTLE_SECONDS or not (over or enough):
         return Judgement(pending)
     if steps < LOADED_STEPS_AT_LEAST or not pending.tokens_per_second_before:
         return _close(pending, Verdict.INCONCLUSIVE, "the load ended before it could be judged; it is kept")
-    tokens, itl = _measured(pending)
+    tokens, itl = _measured(pending, len(picture.ready))
     change = _change(pending.tokens_per_second_before, tokens)
     tau = inputs.objectives.inter_token_latency
     was_slow = pending.inter_token_before is not None and pending.inter_token_before > tau
@@ -115,12 +134,14 @@ def _follow_setting(pending: Pending, inputs: Inputs) -> Judgement:
     return replace(judged, refused=more)
 
 
-def _follow_replicas(pending: Pending, inputs: Inputs) -> Judgement:
+def _follow_replicas(pending: Pending, inputs: Inputs, picture: Picture) -> Judgement:
     since = inputs.now - (pending.applied_at or inputs.now)
     counts = _steps_under_load(pending)
     everywhere = len(counts) >= pending.decision.after and min(counts) >= LOADED_STEPS
     if since >= SETTLE_SECONDS and everywhere and pending.tokens_per_second_before:
-        tokens, _ = _measured(pending)
+        tokens, itl = _measured(pending, len(picture.ready))
+        if pending.decision.reason is Reason.INTER_TOKEN_OBJECTIVE_MISSED:
+            return _close_inter_token(pending, inputs, tokens, itl)
         change = _change(pending.tokens_per_second_before, tokens)
         if tokens > (1 + BAND) * pending.tokens_per_second_before:
             return _close(pending, Verdict.CONFIRMED, change, tokens)
@@ -132,6 +153,15 @@ def _follow_replicas(pending: Pending, inputs: Inputs) -> Judgement:
     if since >= 2 * CALM_SECONDS:
         return _close(pending, Verdict.INCONCLUSIVE, "load did not reach every replica; it is kept")
     return Judgement(pending)
+
+
+def _close_inter_token(pending: Pending, inputs: Inputs, tokens: float, itl: float | None) -> Judgement:
+    before, tau = pending.inter_token_before, inputs.objectives.inter_token_latency
+    text = f"{words.seconds(before)} -> {words.seconds(itl)} per token (objective {words.seconds(tau)})"
+    if before is None or itl is None:
+        return _close(pending, Verdict.INCONCLUSIVE, text, tokens)
+    better = itl <= tau or itl < (1 - BAND) * before
+    return _close(pending, Verdict.CONFIRMED if better else Verdict.INCONCLUSIVE, text, tokens)
 
 
 def _follow_lowered(pending: Pending, inputs: Inputs, missed: bool) -> Judgement:
@@ -148,11 +178,12 @@ def _follow_lowered(pending: Pending, inputs: Inputs, missed: bool) -> Judgement
     return Judgement(pending)
 
 
-def _measured(pending: Pending) -> tuple[float, float | None]:
-    """Tokens per second of all pods, and seconds per token, under load since the change."""
+def _measured(pending: Pending, pods: int) -> tuple[float, float | None]:
+    """Tokens per second of so many pods (silent ones taken to be like the others), and seconds per token, under load
+    since the change."""
     after = view(pending.loaded)
     assert after is not None, "called with windows under load only"
-    return after.tokens_per_second, after.itl
+    return after.tokens_per_second / after.pods * pods, after.itl
 
 
 def _change(before: float, after: float) -> str:
@@ -160,7 +191,10 @@ def _change(before: float, after: float) -> str:
 
 
 def _put_back(pending: Pending, inputs: Inputs, text: str, tokens: float | None = None) -> Judgement:
-    refused = Refused(pending.decision.knob, pending.decision.after, inputs.now + RETRY_SECONDS)
+    before, after = pending.decision.before, pending.decision.after
+    # A batch half as far away may be tried next; a KV fraction is left alone.
+    from_here = (before + after) // 2 + 1 if pending.decision.knob is Knob.BATCH_SIZE else before + 1
+    refused = Refused(pending.decision.knob, from_here, inputs.now + RETRY_SECONDS)
     return replace(_close(pending, Verdict.ROLLED_BACK, text, tokens), put_back=True, refused=refused)
 
 

@@ -193,6 +193,8 @@ class View:
     """Engine seconds per pod."""
     batch: float
     batch_limit: float
+    full: bool
+    """The pods at which most requests wait (without a queue: all pods) use up their batch limit."""
     queue: float
     tokens_per_second: float
     busy_tokens_per_second: float
@@ -240,6 +242,7 @@ def view(windows: Iterable[PodWindow]) -> View | None:
         seconds=total("seconds") / pods,
         batch=rate("batch_seconds") / pods,
         batch_limit=min(w.batch_limit for w in newest),
+        full=_full(by_pod),
         queue=rate("queue_seconds"),
         tokens_per_second=rate("generated_tokens"),
         busy_tokens_per_second=rate("generated_tokens", "busy_seconds"),
@@ -255,6 +258,19 @@ def view(windows: Iterable[PodWindow]) -> View | None:
         ttft=_mean(total("ttft_sum"), total("ttft_count")),
         itl=_mean(total("itl_sum"), total("itl_count")),
     )
+
+
+def _full(by_pod: dict[str, list[PodWindow]]) -> bool:
+    waiting = full = 0.0
+    for group in by_pod.values():
+        seconds = sum(w.seconds for w in group)
+        queue = sum(w.queue_seconds for w in group) / seconds
+        waiting += queue
+        if sum(w.batch_seconds for w in group) >= 0.9 * sum(w.batch_limit * w.seconds for w in group):
+            full += queue
+    if waiting > 0:
+        return full >= 0.5 * waiting
+    return all(w.at_limit for group in by_pod.values() for w in group)
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -5,6 +5,8 @@ def seconds(value: float | None) -> str:
     """`64ms`, `8.2s`, `140s`; `unknown` for None."""
     if value is None:
         return "unknown"
+    if value < 0.0005:
+        return "0s"
     if value < 1:
         return f"{1000 * value:.0f}ms"
     return f"{value:.1f}s" if value < 100 else f"{value:.0f}s"
@@ -25,3 +27,11 @@ def percent(share: float) -> str:
 def count(amount: float, noun: str) -> str:
     """`1 pod`, `2 pods`."""
     return f"{amount:g} {noun}" if amount == 1 else f"{amount:g} {noun}s"
+
+
+def size(amount: float) -> str:
+    """Bytes as `512 MiB` or `2.0 GiB`."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if amount >= scale:
+            return f"{number(amount / scale)} {unit}"
+    return f"{amount:.0f} bytes"
