@@ -26,6 +26,8 @@ _GGUF_PATH = r"^[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*[.]ggu
 _RESERVED_NAMES = ("default", "kubernetes")
 
 BundledName = Literal["smollm2-135m-instruct"]
+BUNDLED_CONTEXTS: dict[str, int] = {"smollm2-135m-instruct": 8192}
+"""Longest sequence of each bundled model, in tokens: what its file says. The runtime refuses limits above it."""
 Text = Annotated[str, Field(min_length=1, max_length=512)]
 
 
@@ -300,6 +302,17 @@ class Spec(Model):
             "replicas {replicas} is outside bounds.replicas, {bounds.replicas.min} to {bounds.replicas.max}; "
             "in scaling mode External set replicas inside the bounds or widen them",
             "replicas",
+        ),
+        Rule(
+            "!has(self.model.source.bundled) || "
+            f"self.bounds.maxSequenceLength.min <= {BUNDLED_CONTEXTS}[self.model.source.bundled]",
+            lambda s: (
+                s.model.source.bundled is None
+                or s.bounds.max_sequence_length.min <= BUNDLED_CONTEXTS[s.model.source.bundled]
+            ),
+            "min {bounds.maxSequenceLength.min} is above the context length of {model.source.bundled}, "
+            f"{', '.join(f'{length} ({name})' for name, length in BUNDLED_CONTEXTS.items())}: lower min",
+            "bounds.maxSequenceLength.min",
         ),
     )
     model: ModelSpec

@@ -159,7 +159,7 @@ def ordered(low: int, high: int) -> st.SearchStrategy[dict[str, int]]:
     return pairs.map(lambda pair: {"min": pair[0], "max": pair[1]})
 
 
-@given(ordered(16, 1_048_576), ordered(1, 100), ordered(1, 4096), st.sampled_from([BUNDLED, CLAIM]), st.data())
+@given(ordered(16, 8192), ordered(1, 100), ordered(1, 4096), st.sampled_from([BUNDLED, CLAIM]), st.data())
 def test_initial_limits_are_inside_the_bounds_and_valid(lengths, percents, batches, source, data):
     if data.draw(st.booleans()):
         batches = {**batches, "initial": data.draw(st.integers(batches["min"], batches["max"]))}
@@ -170,8 +170,23 @@ def test_initial_limits_are_inside_the_bounds_and_valid(lengths, percents, batch
     assert batches["min"] <= limits.batch_size <= batches["max"]
     assert limits.kv_cache_percent == percents["max"]
     assert limits.max_queued_tokens >= limits.max_sequence_length
-    context = 8192 if source is BUNDLED else 1_048_576
-    assert limits.max_sequence_length == min(lengths["max"], context)
+    assert lengths["min"] <= limits.max_sequence_length <= lengths["max"]
+    if source is CLAIM:
+        assert limits.max_sequence_length == lengths["max"]
+
+
+@pytest.mark.parametrize(
+    ("memory", "bounds", "longest"),
+    [
+        ("2Gi", {}, 8192),  # the model's context
+        ("2Gi", {"maxSequenceLength": {"max": 2048}}, 2048),  # the upper bound
+        ("1Gi", {}, 1296),  # what the KV cache holds: 0.9 * 64 MiB / 46080 B, in whole blocks of 16
+        ("768Mi", {}, 1024),  # nothing fits; the lower bound, and the pod says what is missing
+    ],
+)
+def test_the_initial_sequence_length_fits_the_pod(memory: str, bounds: dict[str, Any], longest: int):
+    resources = {"requests": {"memory": memory}, "limits": {"memory": memory}}
+    assert initial_limits(make(bounds=bounds, resources=resources).spec).max_sequence_length == longest
 
 
 def test_initial_limits_of_the_smallest_manifest():
