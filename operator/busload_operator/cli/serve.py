@@ -18,12 +18,11 @@ def command(
         str, typer.Option(help="Name in the API.", show_default="the name or file name of --model")
     ] = "",
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port; 0 takes a free one.")] = 8000,
+    port: Annotated[int, typer.Option(help="TCP port, 1 to 65535; 0 takes a free one.")] = 8000,
     executor: Annotated[str, typer.Option(help="What computes: reference (numpy, portable).")] = "reference",
     memory: Annotated[
         int | None,
         typer.Option(
-            min=1,
             metavar="BYTES",
             help="Memory the runtime may use in all.",
             show_default="the container's limit, else what is free",
@@ -66,14 +65,11 @@ def command(
     ] = 262144,
     drain_seconds: Annotated[
         float,
-        typer.Option(
-            min=0, rich_help_panel=_PROCESS, help="After SIGTERM: time for running and queued requests to finish."
-        ),
+        typer.Option(rich_help_panel=_PROCESS, help="After SIGTERM: time for running and queued requests to finish."),
     ] = 30.0,
     engine_timeout: Annotated[
         float,
         typer.Option(
-            min=1,
             rich_help_panel=_PROCESS,
             help="Seconds without a finished step while requests wait, after which the engine counts as dead.",
         ),

@@ -39,6 +39,7 @@ _GOODBYE_SECONDS = 3
 def serve(options: ServeOptions) -> int:
     """Runs until told to stop; the exit code. Prints one line on stderr for anything that keeps it from starting."""
     try:
+        options.check()
         document = options.first_document()
         listener = _listen(options.host, options.port)
         with contextlib.closing(listener), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -1,5 +1,6 @@
-"""The checked flags of `busload serve`."""
+"""The flags of `busload serve`."""
 
+import math
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -23,6 +24,21 @@ class ServeOptions:
     limits: Limits
     drain_seconds: float
     engine_timeout: float
+
+    def check(self) -> None:
+        """Raises `StartupError` naming the flag, its value and what is allowed. The limits have their own check."""
+        if not self.served_model_name or len(self.served_model_name) > 256:
+            raise StartupError(
+                f"--served-model-name must have 1 to 256 characters, got {self.served_model_name[:300]!r}"
+            )
+        if not 0 <= self.port <= 65535:
+            raise StartupError(f"--port must be from 0 to 65535 (0 takes a free one), got {self.port}")
+        if self.memory is not None and self.memory < 1:
+            raise StartupError(f"--memory must be a positive number of bytes, got {self.memory}")
+        if not 0 <= self.drain_seconds < math.inf:
+            raise StartupError(f"--drain-seconds must be 0 or more, got {self.drain_seconds:g}")
+        if not 1 <= self.engine_timeout < math.inf:
+            raise StartupError(f"--engine-timeout must be 1 or more seconds, got {self.engine_timeout:g}")
 
     def first_document(self) -> LimitsDocument:
         """The limits to start with: the file's when one is named, else generation 0 from the flags.

@@ -1,0 +1,185 @@
+"""Start, limits while running, quiesce, drain, and an engine that dies: each with a process of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from live_server import START, LiveServer, events, eventually, running, text_of
+
+LONG = {"prompt": "hello", "max_tokens": 60_000, "ignore_eos": True, "temperature": 0}
+
+
+def limits(generation: int, **changes: int) -> dict[str, Any]:
+    default = {
+        "maxSequenceLength": 4096,
+        "batchSize": 4,
+        "kvCachePercent": 50,
+        "tokenBudget": 256,
+        "maxQueuedRequests": 64,
+        "maxQueuedTokens": 100_000,
+    }
+    return {"generation": generation, "default": default | changes}
+
+
+def swap(path: Path, content: str) -> None:
+    """Replaces the file as the kubelet does: a symlink that is renamed over the old one."""
+    target = path.with_name(f"{path.name}-{abs(hash(content))}")
+    target.write_text(content)
+    link = path.with_name("link.tmp")
+    link.symlink_to(target)
+    link.rename(path)
+
+
+def start_fails(*flags: str) -> tuple[int, str]:
+    """Exit code and the last line on stderr."""
+    result = subprocess.run(
+        [sys.executable, "-c", START, "serve", "--port=0", *flags], capture_output=True, text=True, timeout=60
+    )
+    assert "Traceback" not in result.stderr
+    return result.returncode, result.stderr.strip().splitlines()[-1]
+
+
+@pytest.fixture
+def limits_file(tmp_path: Path) -> Path:
+    path = tmp_path / "limits.json"
+    swap(path, json.dumps(limits(3)))
+    return path
+
+
+def test_limits_change_while_requests_run_and_bad_ones_change_nothing(
+    tiny_model: Path, tmp_path: Path, limits_file: Path
+) -> None:
+    with running(tmp_path, f"--model={tiny_model}", f"--limits-file={limits_file}", "--pod-name=pod-a") as server:
+        metrics = server.metrics()
+        assert (metrics["busload_limits_generation"], metrics["busload_limit_batch_size"]) == (3, 4)
+        results: list[httpx.Response] = []
+
+        def ask(seed: int) -> None:
+            body = {"prompt": "hello", "max_tokens": 1200, "ignore_eos": True, "seed": seed}
+            results.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=120))
+
+        threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(12)]
+        for thread in threads:
+            thread.start()
+        eventually(lambda: server.level("vllm:num_requests_running") == 4)
+        swap(limits_file, json.dumps(limits(4, batchSize=12, maxSequenceLength=8192)))
+        eventually(lambda: server.metrics()["busload_limits_generation"] == 4)
+        eventually(lambda: server.level("vllm:num_requests_running") > 4)
+        assert server.http.get("/v1/models").json()["data"][0]["max_model_len"] == 8192
+
+        refused = ("{not json", json.dumps(limits(5, batchSize=0)), json.dumps(limits(6, maxSequenceLength=1_000_000)))
+        for count, document in enumerate(refused, 1):
+            swap(limits_file, document)
+            eventually(lambda count=count: server.metrics()["busload_limits_errors_total"] == count)
+        trial = limits(7) | {"trial": {"pod": "pod-a", "limits": limits(0, batchSize=2)["default"]}}
+        swap(limits_file, json.dumps(trial))
+        eventually(lambda: server.metrics()["busload_limits_generation"] == 7)
+        assert server.metrics()["busload_limit_batch_size"] == 2
+        limits_file.unlink()
+        eventually(lambda: "cannot be read" in server.log)
+
+        for thread in threads:
+            thread.join()
+        assert [r.json()["usage"]["completion_tokens"] for r in results] == [1200] * 12
+        metrics = server.metrics()
+        assert (metrics["busload_limits_generation"], metrics["busload_limits_errors_total"]) == (7, 3)
+        assert "default.batchSize must be an integer" in server.log
+        assert server.log.count("refused, generation") == 3
+
+
+def test_sigusr1_then_sigterm_lose_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    flags = (f"--model={tiny_model}", "--max-sequence-length=4096", "--drain-seconds=60")
+    with running(tmp_path, *flags) as server:
+        body = {**LONG, "max_tokens": 2000, "stream": True}
+        with server.http.stream("POST", "/v1/completions", json=body) as response:
+            stream = events(response)
+            got = [next(stream)]
+            server.process.send_signal(signal.SIGUSR1)
+            eventually(lambda: server.http.get("/health/ready").status_code == 503)
+            assert server.http.get("/health/live").status_code == 200
+            quiesced = server.complete(prompt="hello", max_tokens=1)
+            assert (quiesced.status_code, quiesced.headers["connection"]) == (200, "close")
+
+            server.process.send_signal(signal.SIGTERM)
+            eventually(lambda: "draining" in server.log)
+            refused = server.complete(prompt="hello", max_tokens=1)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+            assert "retry-after" in refused.headers
+            got += list(stream)
+        assert got[-1] == "[DONE]"
+        assert len(text_of(got)) == 2000
+        assert server.wait() == 0
+
+
+def test_what_outlives_the_drain_time_ends_with_an_error_event(tiny_model: Path, tmp_path: Path) -> None:
+    flags = (f"--model={tiny_model}", "--max-sequence-length=65536", "--drain-seconds=0.5")
+    with (
+        running(tmp_path, *flags) as server,
+        server.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response,
+    ):
+        stream = events(response)
+        next(stream)
+        server.process.send_signal(signal.SIGTERM)
+        last = list(stream)[-1]
+        assert isinstance(last, dict)
+        assert "shut down" in last["error"]["message"]
+        assert server.wait() == 0
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "silent"])
+def test_a_lost_engine_ends_streams_and_the_process(tiny_model: Path, tmp_path: Path, fault: signal.Signals) -> None:
+    flags = (f"--model={tiny_model}", "--max-sequence-length=65536", "--engine-timeout=2", "--batch-size=1")
+    with running(tmp_path, *flags) as server:
+        waiting: list[httpx.Response] = []
+        queued = threading.Thread(
+            target=lambda: waiting.append(httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=30))
+        )
+        with server.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
+            stream = events(response)
+            next(stream)
+            queued.start()
+            eventually(lambda: server.level("vllm:num_requests_waiting") == 1)
+            os.kill(server.engine_pid(), fault)
+            last = list(stream)[-1]
+        queued.join()
+        assert isinstance(last, dict)
+        assert last["error"]["code"] == "engine_error"
+        assert (waiting[0].status_code, waiting[0].json()["error"]["code"]) == (500, "engine_error")
+        assert server.wait() == 1
+        assert ("killed by SIGKILL" if fault == signal.SIGKILL else "no step in 2 s") in server.log
+
+
+def test_the_engine_does_not_outlive_a_killed_server(tiny_model: Path, tmp_path: Path) -> None:
+    with running(tmp_path, f"--model={tiny_model}") as server:
+        pid = server.engine_pid()
+        server.process.kill()
+        server.wait()
+        eventually(lambda: not Path(f"/proc/{pid}").exists() or "State:\tZ" in Path(f"/proc/{pid}/status").read_text())
+
+
+def test_health_is_there_before_the_model(tiny_model: Path, tmp_path: Path, smol: LiveServer) -> None:
+    assert smol.http.get("/health/startup").json() == {"status": "ok"}
+    assert smol.http.get("/health/ready").status_code == 200
+    assert smol.http.get("/health/live").status_code == 200
+    assert "loading" in smol.log
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--model=/nowhere/model.gguf",), "/nowhere/model.gguf"),
+        (("--executor=abacus",), "abacus"),
+        (("--max-sequence-length=1000000",), "1000000"),
+    ],
+)
+def test_wrong_flags_end_with_one_line_and_exit_code_2(tiny_model: Path, flags: tuple[str, ...], said: str) -> None:
+    code, line = start_fails(f"--model={tiny_model}", *flags)
+    assert code == 2, line
+    assert said in line

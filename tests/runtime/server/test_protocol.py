@@ -1,0 +1,94 @@
+import json
+from typing import Any
+
+import pytest
+
+from busload_runtime.server.errors import ApiError
+from busload_runtime.server.protocol import ChatRequest, CompletionRequest, decode_request
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return decode_request(json.dumps({"prompt": "x", **fields}).encode(), CompletionRequest)
+
+
+@pytest.mark.parametrize("prompt", ["text", ["a", "b"], [1, 2, 3], [[1, 2], [3]]])
+def test_all_kinds_of_prompt_are_taken(prompt: Any) -> None:
+    assert completion(prompt=prompt).prompt == prompt
+
+
+def test_unknown_fields_and_nulls_are_ignored() -> None:
+    request = completion(user="me", store=True, metadata={"a": 1}, max_tokens=None, stop=None, logprobs=None, n=None)
+    assert request.max_tokens is None
+    assert request.stop_strings() == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": 3}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"n": 17}, "n"),
+        ({"n": 0}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"seed": 2**63}, "seed"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", ""]}, "stop[1]"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": [1.5]}, "prompt[0]"),
+        ({"stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"logprobs": 0}, "logprobs"),
+        ({"best_of": 2}, "best_of"),
+        ({"suffix": "end"}, "suffix"),
+        ({"logit_bias": {"1": 5}}, "logit_bias"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+    ],
+)
+def test_wrong_or_unsupported_fields_are_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        completion(**fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert param in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "tools": [], "best_of": 1},
+        {"response_format": {"type": "text"}, "logprobs": False, "tool_choice": "none"},
+        {"n": 3, "best_of": 3},
+    ],
+)
+def test_neutral_values_of_unsupported_fields_pass(fields: dict[str, Any]) -> None:
+    completion(**fields)
+
+
+NOT_OBJECTS = [b"", b"{", b"[]", b"null", b'"x"', b"\xff", b'{"prompt": "\\ud800"', b"[" * 100_000, b'{"n": NaN}']
+
+
+@pytest.mark.parametrize("body", NOT_OBJECTS)
+def test_anything_that_is_not_a_json_object_is_a_400(body: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        decode_request(body, CompletionRequest)
+    assert caught.value.status == 400
+
+
+def test_missing_fields_are_named() -> None:
+    with pytest.raises(ApiError, match="prompt is required"):
+        decode_request(b"{}", CompletionRequest)
+    with pytest.raises(ApiError, match="messages is required"):
+        decode_request(b"{}", ChatRequest)
+
+
+def test_max_completion_tokens_is_the_newer_name() -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "max_completion_tokens": 3}
+    assert decode_request(json.dumps(body).encode(), ChatRequest).token_limit() == 3

@@ -1,0 +1,54 @@
+import re
+
+from live_server import LiveServer, eventually
+from prometheus_client.parser import text_string_to_metric_families
+
+from busload_runtime.contract import METRICS
+from busload_runtime.server.metrics import Metrics
+
+
+def test_the_first_scrape_holds_every_family_and_nothing_else() -> None:
+    found = {family.name: family for family in text_string_to_metric_families(Metrics("m").render().decode())}
+    process = {name for name in found if re.match(r"(busload_engine_)?process_", name)}
+    assert set(found) - process == {metric.name.removesuffix("_total") for metric in METRICS}
+    for metric in METRICS:
+        family = found[metric.name.removesuffix("_total")]
+        assert (family.type, family.documentation) == (metric.kind, metric.help)
+        assert family.samples
+        for sample in family.samples:
+            assert set(sample.labels) - {"le"} == set(metric.labels)
+            if metric.name not in ("vllm:cache_config_info", "vllm:lora_requests_info"):
+                assert sample.value == 0
+
+
+def test_counters_add_up_after_requests(tiny: LiveServer) -> None:
+    before = tiny.metrics()
+    for _ in range(3):
+        tiny.complete(prompt=[9, 8, 7], max_tokens=5, ignore_eos=True)
+    tokens = "busload_generated_tokens_total"
+    eventually(lambda: tiny.metrics()[tokens] >= before[tokens] + 15)
+    after = tiny.metrics()
+
+    def grown(name: str) -> float:
+        return after[name] - before[name]
+
+    assert grown("busload_requests_arrived_total") == 3
+    assert grown("busload_prompt_tokens_arrived_total") == 9
+    assert grown('busload_requests_finished_total{reason="length"}') == 3
+    assert grown(tokens) == 15
+    assert grown("busload_time_to_first_token_seconds_count") == 3
+    assert grown("busload_inter_token_latency_seconds_count") == 12
+    assert grown("busload_queue_wait_seconds_count") == 3
+    assert grown('busload_prompt_length_tokens_bucket{le="4.0"}') == 3
+    assert grown('busload_prompt_length_tokens_bucket{le="2.0"}') == 0
+    assert grown("busload_output_length_tokens_sum") == 15
+    assert grown("busload_engine_steps_total") >= 15
+    assert 0 < grown("busload_engine_busy_seconds_total") <= grown("busload_engine_clock_seconds")
+
+
+def test_names_from_clients_never_become_series(tiny: LiveServer) -> None:
+    before = set(tiny.metrics())
+    for i in range(1000):
+        assert tiny.complete(model=f"name-{i}", prompt="x").status_code == 404
+    assert set(tiny.metrics()) == before
+    assert len(tiny.http.get("/metrics").content) < 200_000
