@@ -1,0 +1,262 @@
+"""Continuous against static batching: same model, same executor, same scheduler; only the rule of admission differs.
+
+Continuous: a request enters the running batch as soon as another one leaves it. Static: a batch of requests is admitted
+when the batch before it has wholly ended. Requests that have ended cost the static batch nothing here (a padded batch
+would go on computing them), so the ratio is what admission alone buys.
+
+    python -m e2e.bench.static_batching        # 6,000 steps of a real model: some 5 minutes on two free cores
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Protocol
+
+from busload_runtime.contract import Limits
+from busload_runtime.engine.plan import Plan, Sampled
+from busload_runtime.engine.request import Request
+from busload_runtime.engine.scheduler import Scheduler
+from busload_runtime.executors.contract import Executor
+from busload_runtime.executors.create import NAMES, create_executor
+
+# Lengths at cumulative shares, of the 2,026 ShareGPT-like requests of vllm-project/aibrix (eight minutes up
+# and down in benchmarks/scenarios/autoscaling, Apache-2.0). What lies beyond the 99th percentile is left at it.
+_SHARES = (0.0, 0.05, 0.25, 0.50, 0.75, 0.90, 0.95, 0.99, 1.0)
+_OUTPUT_TOKENS = (1, 6, 16, 34, 82, 179, 266, 559, 559)
+_PROMPT_TOKENS = (16, 74, 165, 263, 378, 525, 648, 789, 789)
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    prompt: int
+    output: int
+
+
+def one_long_beside_seven_short(groups: int) -> list[Length]:
+    """In each group of eight one request draws 800 tokens and seven draw 40."""
+    return [Length(16, 800 if place == 0 else 40) for _ in range(groups) for place in range(8)]
+
+
+def mix(requests: int, seed: int, long_prompts: bool) -> list[Length]:
+    """Output lengths drawn from the quantiles above; prompts of 32 tokens, or drawn from theirs."""
+    draw = random.Random(seed)
+    outputs = [_at_share(_OUTPUT_TOKENS, draw.random()) for _ in range(requests)]
+    prompts = [_at_share(_PROMPT_TOKENS, draw.random()) if long_prompts else 32 for _ in range(requests)]
+    return [Length(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
+
+
+def _at_share(lengths: Sequence[int], share: float) -> int:
+    """The length at a cumulative share, linear between the known quantiles."""
+    steps = zip(pairwise(_SHARES), pairwise(lengths), strict=True)
+    low, high, first, last = next((*s, *n) for s, n in steps if share <= s[1])
+    return round(first + (last - first) * (share - low) / (high - low))
+
+
+WORKLOADS: dict[str, tuple[str, Callable[[], list[Length]]]] = {
+    "long": (
+        "3 x (one request of 800 tokens beside seven of 40), prompts of 16",
+        lambda: one_long_beside_seven_short(3),
+    ),
+    "mix": (
+        "48 requests, outputs as in the AIBrix trace (median 34, p95 266), prompts of 32",
+        lambda: mix(48, 1, False),
+    ),
+    "mix-prompts": ("the same outputs, prompts as in the trace too (median 263)", lambda: mix(48, 1, True)),
+}
+
+
+class Clocked(Protocol):
+    """Who computes the steps, and the clock that sees how long they take."""
+
+    block_size: int
+    vocab_size: int
+
+    def run(self, plan: Plan) -> Sequence[Sampled]: ...
+    def now(self) -> float: ...
+
+
+class Measured:
+    """A real executor on the real clock."""
+
+    def __init__(self, executor: Executor, num_blocks: int) -> None:
+        executor.reserve(num_blocks)
+        executor.resize(num_blocks)
+        self.block_size = executor.block_size
+        self.vocab_size = executor.vocab_size
+        self.run = executor.run
+        self.now = time.perf_counter
+
+
+class StepLaw:
+    """No model: a step takes a + b * requests + c * KV tokens + d * prompt tokens, on a clock of its own.
+
+    The constants are of the order of the reference executor with SmolLM2-135M on two cores. For a quick look only.
+    """
+
+    block_size = 16
+    vocab_size = 49152
+    _A, _B, _C, _D = 0.05, 0.003, 2e-6, 0.004
+
+    def __init__(self) -> None:
+        self._clock = 0.0
+
+    def run(self, plan: Plan) -> Sequence[Sampled]:
+        kv_tokens = sum(chunk.length_after for chunk in plan.chunks)
+        prompt_tokens = plan.num_tokens - sum(len(chunk.tokens) == 1 for chunk in plan.chunks)
+        self._clock += self._A + self._B * len(plan.chunks) + self._C * kv_tokens + self._D * prompt_tokens
+        return [Sampled(chunk.request_id, 1) for chunk in plan.chunks if chunk.sampling is not None]
+
+    def now(self) -> float:
+        return self._clock
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    seconds: float
+    tokens: int
+    steps: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+def serve(executor: Clocked, requests: Sequence[Request], limits: Limits, num_blocks: int, static: bool) -> Run:
+    """All requests are there at the start; this is the only place where the two ways differ."""
+    scheduler = Scheduler(limits, executor.block_size, num_blocks)
+    together = limits.batch_size if static else len(requests)
+    started, tokens = executor.now(), 0
+    for first in range(0, len(requests), together):
+        for request in requests[first : first + together]:
+            scheduler.add(request)
+        while scheduler.has_work:
+            plan = scheduler.plan(executor.now())
+            tokens += len(scheduler.commit(plan, executor.run(plan)))
+    return Run(executor.now() - started, tokens, scheduler.counters.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Medians over the repeats; the ratio is the median of the ratios of each repeat."""
+
+    workload: str
+    description: str
+    tokens: int
+    static_tokens_per_second: float
+    continuous_tokens_per_second: float
+    static_steps: int
+    continuous_steps: int
+    ratio: float
+    ratios: list[float]
+
+
+def compare(executor: Clocked, name: str, batch_size: int, repeats: int) -> Comparison:
+    description, make = WORKLOADS[name]
+    lengths = make()
+    limits = Limits(2048, batch_size, 100, max(512, batch_size), len(lengths), 1_000_000)
+    num_blocks = blocks_needed(executor.block_size, batch_size)
+    draw, ids = random.Random(1), count()
+    runs: dict[bool, list[Run]] = {True: [], False: []}
+    for repeat in range(repeats):
+        for static in (True, False) if repeat % 2 == 0 else (False, True):
+            requests = [
+                Request(next(ids), [draw.randrange(executor.vocab_size) for _ in range(length.prompt)], length.output)
+                for length in lengths
+            ]
+            runs[static].append(serve(executor, requests, limits, num_blocks, static))
+            _progress(name, "static" if static else "continuous", repeat, runs[static][-1])
+    expected = sum(length.output for length in lengths)
+    assert all(run.tokens == expected for both in runs.values() for run in both)
+    ratios = [c.tokens_per_second / s.tokens_per_second for s, c in zip(runs[True], runs[False], strict=True)]
+    return Comparison(
+        workload=name,
+        description=description,
+        tokens=expected,
+        static_tokens_per_second=statistics.median(run.tokens_per_second for run in runs[True]),
+        continuous_tokens_per_second=statistics.median(run.tokens_per_second for run in runs[False]),
+        static_steps=runs[True][0].steps,
+        continuous_steps=runs[False][0].steps,
+        ratio=statistics.median(ratios),
+        ratios=ratios,
+    )
+
+
+def blocks_needed(block_size: int, batch_size: int) -> int:
+    """Room for a full batch of the longest requests, so that memory plays no part."""
+    longest = max(length.prompt + length.output for _, make in WORKLOADS.values() for length in make())
+    return batch_size * -(-longest // block_size)
+
+
+def _progress(workload: str, way: str, repeat: int, run: Run) -> None:
+    print(
+        f"{workload:12} {way:10} repeat {repeat + 1}: {run.tokens} tokens in {run.steps} steps, {run.seconds:.1f} s, "
+        f"{run.tokens_per_second:.1f} tokens/s",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parse(arguments)
+    executor: Clocked
+    if options.executor == "fake":
+        executor = StepLaw()
+    else:
+        real = create_executor(options.executor, options.model)
+        executor = Measured(real, blocks_needed(real.block_size, options.batch_size))
+    results = [compare(executor, name, options.batch_size, options.repeats) for name in options.workloads]
+    print(f"\nbatch limit {options.batch_size}, executor {options.executor}, median of {options.repeats}")
+    print(f"{'workload':12} {'static':>16} {'continuous':>16} {'ratio':>7}  (steps)")
+    for result in results:
+        print(
+            f"{result.workload:12} {result.static_tokens_per_second:>10.1f} tok/s "
+            f"{result.continuous_tokens_per_second:>10.1f} tok/s {result.ratio:>6.2f}x  "
+            f"({result.static_steps} -> {result.continuous_steps})  {result.description}"
+        )
+    if options.json is not None:
+        body = {
+            "executor": options.executor,
+            "model": options.model,
+            "batchSize": options.batch_size,
+            "repeats": options.repeats,
+            "workloads": [asdict(result) for result in results],
+        }
+        options.json.write_text(json.dumps(body, indent=2) + "\n")
+    return 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    workloads = "\n".join(f"  {name:12} {description}" for name, (description, _) in WORKLOADS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m e2e.bench.static_batching",
+        description=f"{(__doc__ or '').strip()}\n\nworkloads:\n{workloads}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--executor",
+        choices=(*NAMES, "fake"),
+        default="reference",
+        help="fake: a step law, seconds (default: reference)",
+    )
+    parser.add_argument("--model", default="bundled:smollm2-135m-instruct", help="default: %(default)s")
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="batch limit of both (default: 8)")
+    parser.add_argument("--repeats", type=int, default=1, metavar="N", help="runs of each, alternating (default: 1)")
+    parser.add_argument(
+        "--workloads", nargs="+", choices=tuple(WORKLOADS), default=["long", "mix"], help="default: long mix"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    options = parser.parse_args(arguments)
+    if options.batch_size < 1 or options.repeats < 1:
+        parser.error("--batch-size and --repeats must be at least 1")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
