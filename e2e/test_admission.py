@@ -5,6 +5,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from typing import Any
@@ -76,6 +77,22 @@ def test_scale_is_refused_outside_the_bounds(operator: Cluster, namespace: str) 
     with pytest.raises(subprocess.CalledProcessError) as refused:
         operator.kubectl("scale", "inferenceservice/case", "-n", namespace, "--replicas=5")
     assert "replicas 5 is outside bounds.replicas, 1 to 4" in refused.value.stderr
+    operator.kubectl("delete", "inferenceservices", "--all", "-n", namespace)
+
+
+def test_the_documented_status_is_stored_whole(operator: Cluster, namespace: str) -> None:
+    """A field that the schema lacks would be dropped without a word."""
+    found = re.search(r"```yaml\n(spec:.*?)```", (ROOT / "docs/architecture.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert found is not None
+    status = yaml.safe_load(found[1])["status"]
+    times = {"lastTransitionTime": "2026-01-01T00:00:00Z", "reason": "ReplicasReady", "message": "", "status": "True"}
+    status["conditions"] = [{"type": "Ready", "observedGeneration": 3, **times}]
+    operator.kubectl("create", "-n", namespace, "-f", "-", stdin=json.dumps(TABLE.SMALLEST))
+    patch = ("patch", "inferenceservice", "case", "-n", namespace, "--subresource=status", "--type=merge")
+    stored = json.loads(
+        operator.kubectl(*patch, "--dry-run=server", "-o", "json", "-p", json.dumps({"status": status}))
+    )["status"]
+    assert {name: stored[name] for name in status} == status
     operator.kubectl("delete", "inferenceservices", "--all", "-n", namespace)
 
 

@@ -1,10 +1,16 @@
 """The pydantic models judge the table of manifests; the end-to-end tests give the same table to an API server."""
 
+import re
+from pathlib import Path
+
 import pytest
+import yaml
 from manifest_cases import SMALLEST, Case, bad, good
 
+from busload_operator.api.status import Status
 from busload_operator.api.v1alpha1 import InferenceService, check, check_authored
 
+ARCHITECTURE = Path(__file__).parents[3] / "docs" / "architecture.md"
 GOOD, BAD = good(), bad()
 
 
@@ -43,6 +49,14 @@ def test_all_problems_are_named_at_once():
         "spec.bounds.batchSize.initial",
         "spec.bounds.replicas.min",
     }
+
+
+def test_the_documented_example_has_no_unknown_field():
+    found = re.search(r"```yaml\n(spec:.*?)```", ARCHITECTURE.read_text(encoding="utf-8"), re.DOTALL)
+    assert found is not None
+    example = yaml.safe_load(found[1])
+    assert check_authored({**SMALLEST, "spec": example["spec"]}) == []
+    Status.model_validate(example["status"], extra="forbid")
 
 
 def test_a_stored_status_is_read():
