@@ -45,10 +45,16 @@ def one_long_beside_seven_short(groups: int) -> list[Length]:
 
 
 def mix(requests: int, seed: int, long_prompts: bool) -> list[Length]:
-    """Output lengths drawn from the quantiles above; prompts of 32 tokens, or drawn from theirs."""
-    draw = random.Random(seed)
-    outputs = [_at_share(_OUTPUT_TOKENS, draw.random()) for _ in range(requests)]
-    prompts = [_at_share(_PROMPT_TOKENS, draw.random()) if long_prompts else 32 for _ in range(requests)]
+    """Output lengths at evenly spaced shares of the quantiles above, shuffled: a fair sample even when small.
+
+    Prompts have 32 tokens, or lengths from their own quantiles.
+    """
+    shares = [(place + 0.5) / requests for place in range(requests)]
+    outputs = [_at_share(_OUTPUT_TOKENS, share) for share in shares]
+    prompts = [_at_share(_PROMPT_TOKENS, share) if long_prompts else 32 for share in shares]
+    shuffle = random.Random(seed).shuffle
+    shuffle(outputs)
+    shuffle(prompts)
     return [Length(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
 
 
@@ -65,10 +71,10 @@ WORKLOADS: dict[str, tuple[str, Callable[[], list[Length]]]] = {
         lambda: one_long_beside_seven_short(3),
     ),
     "mix": (
-        "48 requests, outputs as in the AIBrix trace (median 34, p95 266), prompts of 32",
-        lambda: mix(48, 1, False),
+        "64 requests, outputs as in the AIBrix trace (median 34, p95 266), prompts of 32",
+        lambda: mix(64, 1, False),
     ),
-    "mix-prompts": ("the same outputs, prompts as in the trace too (median 263)", lambda: mix(48, 1, True)),
+    "mix-prompts": ("the same outputs, prompts as in the trace too (median 263)", lambda: mix(64, 1, True)),
 }
 
 
