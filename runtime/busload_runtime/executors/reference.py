@@ -51,7 +51,7 @@ class ReferenceExecutor:
     def activation_bytes(self, token_budget: int, batch_size: int) -> int:
         config = self._config
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        # Each term counts the arrays that are alive at once in `_forward` and its callees, copies included.
+        # Each term counts the arrays that are alive at once in `logits` and its callees, copies included.
         per_token = 6 * config.hidden_size + 5 * (q_size + 2 * kv_size) + 8 * config.ffn_size
         scores = 3 * config.num_heads * min(_QUERY_ROWS, token_budget) * config.context_length
         gathered = 2 * kv_size * (config.context_length + _BLOCK_SIZE)
@@ -71,7 +71,7 @@ class ReferenceExecutor:
         # Decoding requests first: `linear` treats them apart.
         chunks = sorted(plan.chunks, key=lambda chunk: len(chunk.tokens) > 1)
         drawing = [(chunk, end - 1) for chunk, (_, end) in _with_rows(chunks) if chunk.sampling is not None]
-        logits = self._forward(chunks, [row for _, row in drawing])
+        logits = self.logits(chunks, [row for _, row in drawing])
         tokens = {chunk.request_id: _draw(chunk, row) for (chunk, _), row in zip(drawing, logits, strict=True)}
         return [Sampled(c.request_id, tokens[c.request_id]) for c in plan.chunks if c.sampling is not None]
 
@@ -82,7 +82,7 @@ class ReferenceExecutor:
         layers = [getattr(layer, field.name) for layer in self._layers for field in fields(layer)]
         return sum(array.nbytes for array in tables + layers)
 
-    def _forward(self, chunks: Sequence[Chunk], wanted_rows: Sequence[int]) -> Array:
+    def logits(self, chunks: Sequence[Chunk], wanted_rows: Sequence[int]) -> Array:
         """Logits [len(wanted_rows), vocab] after writing keys and values of all chunks."""
         config = self._config
         if not chunks:
