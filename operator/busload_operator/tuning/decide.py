@@ -8,7 +8,7 @@ from busload_operator.tuning.fit import TRUSTED_BEYOND
 from busload_operator.tuning.scale import add_replicas, remove_replica
 from busload_operator.tuning.settings import Candidate, Situation, batch_ceiling, predict, raise_batch, raise_kv_cache
 from busload_operator.tuning.state import Phase
-from busload_operator.tuning.types import Bottleneck, Knob, Prediction, Reason
+from busload_operator.tuning.types import Bottleneck, Knob, Mode, Prediction, Reason
 
 WINDOWS = 3
 """Windows in a row that must show a miss."""
@@ -80,6 +80,9 @@ def overdue_replicas(s: Situation) -> Candidate | None:
 
 
 def _overdue(s: Situation) -> bool:
+    """Settings had their time. Those that were only recommended had none."""
+    if s.inputs.mode is not Mode.AUTO:
+        return False
     return s.state.missed_since is not None and s.inputs.now - s.state.missed_since > SETTINGS_SECONDS
 
 

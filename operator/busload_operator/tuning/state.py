@@ -41,8 +41,6 @@ class Streak:
     """Start of the first window."""
     first_end: float = 0.0
     """End of the first windows."""
-    last: float = 0.0
-    """Time of the newest step in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +93,8 @@ class State:
     """Mean output tokens of finished requests, slowly forgetting."""
     usage: tuple[Usage, ...] = ()
     """Of the last five minutes, without a hole: cleared when a step knew too little or the settings changed."""
+    seen_at: float | None = None
+    """Last step in which enough pods spoke."""
     streak: Streak = field(default_factory=Streak)
     missed_since: float | None = None
     """Start of the present run of windows whose wait is over the objective."""

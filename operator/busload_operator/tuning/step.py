@@ -81,16 +81,16 @@ def _follow_phase(state: State, inputs: Inputs, picture: Picture) -> tuple[State
     """Counts windows in a row with the same phase, since when the objective is missed, and use. Also says whether
     this step's windows miss the objective."""
     latest = view(picture.windows)
+    if picture.blind or (state.seen_at is not None and inputs.now - state.seen_at > MAX_GAP):
+        state = replace(state, streak=Streak(), missed_since=None)
     if latest is None or not picture.majority:
         return state, False
     phase = _phase(latest, inputs)
     old = state.streak
-    if phase is old.phase and old.count > 0 and inputs.now - old.last <= MAX_GAP:
-        streak = replace(old, count=old.count + 1, last=inputs.now)
+    if phase is old.phase and old.count > 0:
+        streak = replace(old, count=old.count + 1)
     else:
-        streak = Streak(
-            phase, 1, min(w.start for w in picture.windows), max(w.end for w in picture.windows), inputs.now
-        )
+        streak = Streak(phase, 1, min(w.start for w in picture.windows), max(w.end for w in picture.windows))
     wait, _ = wait_seconds(latest, _since(state, streak, inputs), state.output_length)
     missed = wait is not None and wait > inputs.objectives.time_to_first_token
     missed_since = (state.missed_since if state.missed_since is not None else inputs.now) if missed else None
@@ -106,7 +106,8 @@ def _follow_phase(state: State, inputs: Inputs, picture: Picture) -> tuple[State
             tokens_per_second=picture.observed.tokens_per_second,
         )
         usage = (*(u for u in usage if u.at >= inputs.now - LOW_SECONDS - MAX_GAP), now)
-    return replace(state, streak=streak, missed_since=missed_since, usage=usage), missed
+    state = replace(state, seen_at=inputs.now, streak=streak, missed_since=missed_since, usage=usage)
+    return state, missed
 
 
 def _phase(latest: View, inputs: Inputs) -> Phase:

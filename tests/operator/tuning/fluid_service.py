@@ -1,10 +1,11 @@
 """A small discrete model of a service that obeys the step law, for closed-loop tests of the tuning core.
 
-Pods run steps of `a + b*batch + c*kv + d*prefill` seconds on their own clock and export the counters the runtime exports.
+Pods run steps of `a + b*batch + c*kv + d*prefill` seconds on their own clock and export the runtime's counters.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from random import Random
 
 from busload_operator.tuning import (
     Bounds,
@@ -20,6 +21,7 @@ from busload_operator.tuning import (
     State,
     step,
 )
+from busload_operator.tuning.counters import CUMULATIVE
 from busload_runtime.contract import Limits
 
 BLOCK = 16
@@ -74,6 +76,9 @@ class Pod:
     sums: dict[str, float] = field(default_factory=dict)
     step_left: float = 0.0
     finish: Callable[[], None] | None = None
+    noise: float = 0.0
+    """Step times scatter by this share."""
+    random: Random = field(default_factory=lambda: Random(7))
 
     def add(self, **values: float) -> None:
         for key, value in values.items():
@@ -137,6 +142,7 @@ class Pod:
         kv = sum(r.computed + r.made for r in decoding)
         prefill = sum(chunk for _, chunk in chunks)
         seconds = self.law.a + self.law.b * len(decoding) + self.law.c * kv + self.law.d * prefill
+        seconds *= self.random.uniform(1 - self.noise, 1 + self.noise)
         self.step_left = seconds
         self.finish = lambda: self._end(decoding, chunks, seconds, kv, prefill)
         return True
@@ -161,10 +167,7 @@ class Pod:
                 self.add(finished=1, output_tokens_sum=r.made)
 
     def counters(self) -> Counters:
-        names = (
-            "steps busy_seconds step_batch step_kv_tokens prefill_tokens generated_tokens arrived preemptions "
-            "batch_seconds queue_seconds kv_token_seconds ttft_sum ttft_count itl_sum itl_count output_tokens_sum finished"
-        ).split()
+        names = [name for name in CUMULATIVE if name != "clock"]
         return Counters(
             clock=self.clock,
             running=len(self.running),
@@ -199,11 +202,13 @@ class Service:
         startup: float = 20.0,
         scrape: float = 2.0,
         blocks: int = 4096,
+        noise: float = 0.0,
         tamper: Tamper = lambda now, sample: sample,
     ) -> None:
         self.law, self.bounds, self.objectives = law or StepLaw(), bounds, objectives
         self.mode, self.scaling, self.startup, self.scrape, self.blocks = mode, scaling, startup, scrape, blocks
         self.limits, self.generation, self.replicas, self.tamper = limits, 1, replicas, tamper
+        self.noise = noise
         self.now, self.state, self.made = 1000.0, State.initial(), 0
         self.pods: list[Pod] = []
         self.results: list[tuple[float, Result]] = []
@@ -275,12 +280,16 @@ class Service:
         while len(self.pods) < self.replicas:
             self.made += 1
             pod = Pod(f"chat-{self.made}", self.law, self.limits, self.generation, self.now + startup)
-            self.pods.append(replace(pod, blocks_at_100=self.blocks))
+            self.pods.append(replace(pod, blocks_at_100=self.blocks, noise=self.noise, random=Random(self.made)))
         gone, self.pods = self.pods[self.replicas :], self.pods[: self.replicas]
         for pod in gone:
             self.pods[0].queue += pod.queue + pod.running
 
     # What came out.
+    def tokens_per_second(self, start: float, end: float) -> float:
+        """As a client counts them, between two scrapes."""
+        return (self.tokens_at[end] - self.tokens_at[start]) / (end - start)
+
     @property
     def decisions(self) -> list[Decision]:
         """As they stand now: with their outcome once known."""

@@ -1,0 +1,119 @@
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_tuning_window import BASE, NEXT, read, sample
+
+from busload_operator.tuning.fit import (
+    Fit,
+    Workload,
+    add,
+    batch_within,
+    solve,
+    step_seconds,
+    tokens_per_second,
+)
+from busload_operator.tuning.types import Law
+from busload_operator.tuning.window import PodWindow
+
+window = read(BASE, sample(NEXT), 102.0).window
+assert window is not None
+WINDOW: PodWindow = window
+
+
+def made(law: Sequence[float], batch: float, kv_each: float, prefill: float, noise: float = 1.0) -> PodWindow:
+    """A window of 40 steps at this batch, as an engine with this law would report it."""
+    a, b, c, d = law
+    steps = 40
+    busy = steps * (a + b * batch + c * kv_each * batch) + d * prefill
+    return replace(
+        WINDOW,
+        steps=steps,
+        step_batch=steps * batch,
+        step_kv_tokens=steps * batch * kv_each,
+        prefill_tokens=prefill,
+        busy_seconds=busy * noise,
+    )
+
+
+def fitted(windows: list[PodWindow]) -> Law:
+    fit = Fit()
+    for w in windows:
+        fit = add(fit, w)
+    law = solve(fit)
+    assert law is not None
+    return law
+
+
+def scattered(law: Sequence[float], count: int, spread: float, seed: int = 1) -> list[PodWindow]:
+    rng = random.Random(seed)
+    return [
+        made(law, rng.uniform(1, 16), rng.uniform(50, 800), rng.uniform(0, 600), rng.uniform(1 - spread, 1 + spread))
+        for _ in range(count)
+    ]
+
+
+def test_recovers_an_exact_law() -> None:
+    law = fitted(scattered((0.02, 0.004, 2e-6, 0.0008), 60, 0.0))
+    assert (law.a, law.b, law.c, law.d) == pytest.approx((0.02, 0.004, 2e-6, 0.0008), rel=0.02)
+    assert law.error < 0.01
+    assert law.usable
+    assert law.samples == 60
+
+
+@given(
+    st.tuples(st.floats(1e-4, 0.1), st.floats(0, 0.02), st.floats(0, 1e-5), st.floats(0, 0.002)),
+    st.integers(0, 1000),
+)
+def test_never_negative_and_as_good_as_the_noise(truth: tuple[float, float, float, float], seed: int) -> None:
+    law = fitted(scattered(truth, 40, 0.1, seed))
+    assert min(law.a, law.b, law.c, law.d) >= 0
+    assert law.error <= 0.11
+
+
+def test_predicts_under_noise() -> None:
+    truth = (0.03, 0.005, 0.0, 0.001)
+    law = fitted(scattered(truth, 120, 0.15))
+    work = Workload(kv_per_request=200, prefill_per_token=0.25)
+    for batch in (2, 8, 16):
+        exact = truth[0] + batch * (truth[1] + 0.25 * truth[3])
+        assert step_seconds(law, work, batch) == pytest.approx(exact, rel=0.1)
+
+
+def test_not_usable_with_few_windows_or_one_batch_or_a_bad_fit() -> None:
+    assert not fitted(scattered((0.02, 0.004, 0.0, 0.001), 10, 0.0)).usable
+    assert not fitted([made((0.02, 0.004, 0, 0.001), 4, 100 + i, 10 * i) for i in range(60)]).usable
+    assert not fitted(scattered((0.02, 0.004, 0.0, 0.001), 60, 0.9)).usable
+
+
+def test_three_windows_of_a_batch_count_as_seen_fewer_do_not() -> None:
+    law = (0.02, 0.004, 0.0, 0.001)
+    windows = [made(law, 4, 100, 30)] * 30 + [made(law, 32, 100, 30)] * 2
+    assert fitted(windows).batch_max == 4
+    assert fitted([*windows, made(law, 32, 100, 30)]).batch_max == 32
+
+
+def test_windows_without_enough_steps_change_nothing() -> None:
+    assert add(Fit(), replace(WINDOW, steps=2)) == Fit()
+    assert add(Fit(), replace(WINDOW, busy_seconds=0.0)) == Fit()
+    assert solve(Fit()) is None
+
+
+def test_forgets_an_old_law() -> None:
+    old, new = (0.06, 0.001, 0.0, 0.001), (0.02, 0.01, 0.0, 0.001)
+    fresh = fitted(scattered(old, 100, 0.0) + scattered(new, 8000, 0.0, seed=2))
+    assert (fresh.a, fresh.b) == pytest.approx((0.02, 0.01), rel=0.05)
+    both = fitted(scattered(old, 100, 0.0) + scattered(new, 100, 0.0, seed=2))
+    assert not both.usable, "two contradicting laws must show as an error"
+
+
+def test_batch_within_inverts_step_seconds() -> None:
+    law = Law(0.02, 0.004, 1e-6, 0.001, error=0.0, samples=50, batch_min=1, batch_max=8, usable=True)
+    work = Workload(kv_per_request=300, prefill_per_token=0.5)
+    batch = batch_within(law, work, 0.1)
+    assert step_seconds(law, work, batch) == pytest.approx(0.1)
+    assert batch_within(law, work, 0.01) == 0
+    assert tokens_per_second(law, work, batch) == pytest.approx(batch / 0.1)
