@@ -17,8 +17,9 @@ CONTAINER = "runtime"
 USER = 65532
 QUIESCE_SECONDS = 5
 """Time for endpoints to forget a pod that goes; it still serves meanwhile."""
-DRAIN_SECONDS = 90
-"""Time for running and queued requests to finish after SIGTERM."""
+DRAIN_SECONDS = 300
+"""Time for running and queued requests to finish after SIGTERM. Generous, because a pod without requests goes at once
+and a cut stream is lost work: a few hundred tokens on a busy CPU node take minutes."""
 EXIT_SECONDS = 10
 """Time to exit after the drain, before the kubelet kills."""
 LIMITS_DIRECTORY = "/etc/busload"
