@@ -25,6 +25,7 @@ from busload_operator.control.workqueue import WorkQueue
 from busload_operator.resources.settings import RuntimeSettings
 
 log = logging.getLogger(__name__)
+_STUCK_SECONDS = 300.0
 
 
 class WatchEndedError(Exception):
@@ -100,6 +101,11 @@ class Controller:
         changed = self.cache.remove(kind, obj) if deleted else self.cache.put(kind, obj)
         if changed and (key := service_key(kind, obj)):
             self.queue.add(key)
+
+    def trouble(self) -> str:
+        """Why this process cannot go on; empty while it can. An API server that is away is no reason to restart."""
+        waiting = self.queue.oldest_seconds()
+        return f"work has waited for {waiting:.0f} s: the workers are stuck" if waiting > _STUCK_SECONDS else ""
 
     def refresh_gauges(self) -> None:
         """Brings the gauges of the queue and the cache up to date."""

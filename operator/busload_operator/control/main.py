@@ -56,7 +56,7 @@ async def _run(settings: Settings) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with connect(f"busload-operator/{__version__}") as client, Scraper() as scraper:
         controller = Controller(client, settings, scraper)
-        async with probes.serve(settings.http_port, controller.refresh_gauges) as port:
+        async with probes.serve(settings.http_port, controller.refresh_gauges, controller.trouble) as port:
             log.info("busload operator %s; probes and metrics on port %d", __version__, port)
             return await _lead(client, settings, controller, stop)
 

@@ -16,8 +16,9 @@ class PortError(Exception):
 
 
 @asynccontextmanager
-async def serve(port: int, refresh: Callable[[], None]) -> AsyncIterator[int]:
-    """Serves until the block ends; yields the port. `refresh` updates gauges before each scrape.
+async def serve(port: int, refresh: Callable[[], None], trouble: Callable[[], str]) -> AsyncIterator[int]:
+    """Serves until the block ends; yields the port. `refresh` updates gauges before each scrape; `trouble` says why
+    the process should be started again (/healthz), or nothing.
 
     Ready does not ask for leadership: the other replica stands by and is as it should be.
     """
@@ -27,13 +28,17 @@ async def serve(port: int, refresh: Callable[[], None]) -> AsyncIterator[int]:
         body = generate_latest(metrics.REGISTRY)
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    async def healthy(_: web.Request) -> web.Response:
+    async def healthz(_: web.Request) -> web.Response:
+        text = trouble()
+        return web.Response(text=f"{text or 'ok'}\n", status=503 if text else 200)
+
+    async def readyz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")
 
     app = web.Application()
     app.router.add_get("/metrics", metrics_page)
-    app.router.add_get("/healthz", healthy)
-    app.router.add_get("/readyz", healthy)
+    app.router.add_get("/healthz", healthz)
+    app.router.add_get("/readyz", readyz)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.2)
     await runner.setup()
     try:

@@ -28,18 +28,20 @@ async def client(api: FakeApi, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 
 @pytest.fixture
 def running(client: Client) -> Callable[..., Any]:
-    """A controller that runs while the block does."""
+    """A controller that runs while the block does; `end`: until it ends by itself."""
 
     @contextlib.asynccontextmanager
-    async def run(**values: str) -> AsyncIterator[Controller]:
+    async def run(end: bool = False, **values: str) -> AsyncIterator[Controller]:
         async with Scraper(timeout=0.3) as scraper:
             controller = Controller(client, settings(BUSLOAD_SCRAPE_SECONDS="0.2", **values), scraper)
             task = asyncio.create_task(controller.run())
             try:
                 yield controller
+                if end:
+                    await task
             finally:
                 task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
+                with contextlib.suppress(asyncio.CancelledError, ExceptionGroup):
                     await task
 
     return run

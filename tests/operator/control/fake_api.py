@@ -18,13 +18,15 @@ from uuid import uuid4
 
 from aiohttp import web
 
-GROUPS = {
-    "": {"v1": ["pods", "configmaps", "services", "serviceaccounts", "events"]},
+GROUPS = {  # kopf waits until namespaces and definitions are discovered, also where it never reads them
+    "": {"v1": ["namespaces", "pods", "configmaps", "services", "serviceaccounts", "events"]},
     "apps": {"v1": ["deployments"]},
     "coordination.k8s.io": {"v1": ["leases"]},
+    "apiextensions.k8s.io": {"v1": ["customresourcedefinitions"]},
     "busload.dev": {"v1alpha1": ["inferenceservices"]},
 }
 KINDS = {
+    "namespaces": "Namespace", "customresourcedefinitions": "CustomResourceDefinition",
     "pods": "Pod", "configmaps": "ConfigMap", "services": "Service", "serviceaccounts": "ServiceAccount",
     "events": "Event", "deployments": "Deployment", "leases": "Lease", "inferenceservices": "InferenceService",
 }  # fmt: skip
