@@ -41,7 +41,8 @@ class Peer:
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.PAIR)
         self.socket.bind(f"ipc://{folder}/engine")
-        command = [sys.executable, str(SCRIPT), fault, "--socket", f"{folder}/engine", "--model", "tiny.gguf"]
+        program = ["-m", "busload_runtime.engine.process"] if fault == "real" else [str(SCRIPT), fault]
+        command = [sys.executable, *program, "--socket", f"{folder}/engine", "--model", "tiny.gguf"]
         command += ["--limits", json.dumps(LIMITS.to_json()), *flags]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
@@ -209,6 +210,8 @@ def test_a_request_that_cannot_run_is_answered(start: Start) -> None:
     ("fault", "flags", "code", "text"),
     [
         ("load", (), 2, "tiny.gguf: scripted model error"),
+        ("real", (), 2, "tiny.gguf"),
+        ("real", ("--executor", "nope"), 2, "executor 'nope' is unknown; allowed: reference"),
         ("memory", (), 2, "not enough memory to load tiny.gguf"),
         (
             "none",
