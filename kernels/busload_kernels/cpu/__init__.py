@@ -1,0 +1,1 @@
+"""The CPU engine in C++: see README.md."""

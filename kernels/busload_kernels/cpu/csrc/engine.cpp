@@ -1,0 +1,339 @@
+// One engine step: token ids in, sampled token ids out. All threads walk through the same phases together; `share`
+// splits each of them and ends it with a barrier.
+#include <math.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <new>
+#include <vector>
+
+#include "sample.h"
+#include "team.h"
+
+namespace busload {
+namespace {
+
+// Up to so many rows every thread norms and quantises for itself: cheaper than a barrier.
+constexpr int kOwnRows = 4;
+
+struct Buffers {
+  float *x, *qkv, *branch, *cosine, *sine, *logits;
+  Activations normed, attended, gated;
+  Queries queries;
+  Activations* own;         // [threads], kOwnRows rows
+  ThreadScratch* scratch;   // [threads]
+  SampleScratch* sampling;  // [threads]
+};
+
+// Hands out 64-byte aligned pieces; from a null base it only counts.
+struct Arena {
+  char* base;
+  int64_t used = 0;
+  template <class T>
+  T* take(int64_t count) {
+    T* piece = base ? (T*)(base + used) : nullptr;
+    used += (count * (int64_t)sizeof(T) + 63) / 64 * 64;
+    return piece;
+  }
+};
+
+Activations take_activations(Arena& arena, int64_t rows, int cols) {
+  Activations a{};
+  a.cols = cols;
+  a.q = arena.take<int8_t>(rows * cols);
+  a.scale = arena.take<float>(rows * cols / kGroup);
+  a.offset = arena.take<float>(rows * cols / kGroup);
+  return a;
+}
+
+// The one place that says which buffers a step needs; `bl_scratch_bytes` counts with it.
+Buffers lay_out(Arena& arena, const BlModel& m, int threads, int64_t tokens, int64_t samples) {
+  const int attended = m.heads * m.head_dim;
+  const int64_t rows = std::max(tokens, samples);
+  Buffers b{};
+  b.own = arena.take<Activations>(threads);
+  b.scratch = arena.take<ThreadScratch>(threads);
+  b.sampling = arena.take<SampleScratch>(threads);
+  for (int id = 0; id < threads; id++) {
+    const Activations own = take_activations(arena, kOwnRows, m.hidden);
+    const int groups = std::max({m.hidden, m.ffn, attended}) / kGroup;
+    const ThreadScratch scratch{arena.take<uint8_t>((int64_t)groups * 2 * kWideBytes), arena.take<float>(rows * 2 * kUnitRows)};
+    const SampleScratch sampling{arena.take<float>(m.vocab), arena.take<int32_t>(m.vocab)};
+    if (arena.base) b.own[id] = own, b.scratch[id] = scratch, b.sampling[id] = sampling;
+  }
+  b.x = arena.take<float>(tokens * m.hidden);
+  b.branch = arena.take<float>(tokens * m.hidden);
+  b.qkv = arena.take<float>(tokens * m.layers[0].qkv.rows);
+  b.cosine = arena.take<float>(m.num_ropes * tokens * m.head_dim / 2);
+  b.sine = arena.take<float>(m.num_ropes * tokens * m.head_dim / 2);
+  b.normed = take_activations(arena, rows, m.hidden);
+  b.attended = take_activations(arena, tokens, attended);
+  b.gated = take_activations(arena, tokens, m.ffn);
+  b.queries.q = arena.take<int8_t>(tokens * 2 * attended);
+  b.queries.scale = arena.take<float>(tokens * m.heads);
+  b.queries.sum = arena.take<int32_t>(tokens * m.heads);
+  b.logits = arena.take<float>(samples * m.output.rows);
+  return b;
+}
+
+struct Row {
+  int position, chunk;
+};
+struct Block {  // rows that attend together
+  int row, count, chunk;
+};
+
+}  // namespace
+}  // namespace busload
+
+using namespace busload;
+
+struct BlEngine {
+  BlEngine(const BlModel& m, int threads, const Kernels* k) : model(m), kernels(k), team(threads) {
+    layers.assign(m.layers, m.layers + m.num_layers);
+    model.layers = layers.data();
+    layer_bytes = m.kv_heads * kv_tile_bytes(m.head_dim);
+    block_bytes = bl_kv_block_bytes(&m);
+  }
+  ~BlEngine() {
+    bl_unmap(kv, kv_bytes);
+    bl_unmap(memory, memory_bytes);
+  }
+
+  BlModel model;
+  std::vector<BlLayer> layers;
+  const Kernels* kernels;
+  Team team;
+  uint8_t* kv = nullptr;
+  int64_t kv_bytes = 0, layer_bytes, block_bytes;
+  char* memory = nullptr;
+  int64_t memory_bytes = 0;
+
+  std::vector<Row> rows;
+  std::vector<Block> blocks;
+
+  bool make_room(int64_t tokens, int64_t samples, Buffers& buffers) {
+    Arena count{nullptr};
+    lay_out(count, model, team.size(), tokens, samples);
+    if (count.used > memory_bytes) {
+      bl_unmap(memory, memory_bytes);
+      memory_bytes = count.used;
+      memory = (char*)bl_map(memory_bytes);
+      if (!memory) return memory_bytes = 0, false;
+    }
+    Arena arena{memory};
+    buffers = lay_out(arena, model, team.size(), tokens, samples);
+    return true;
+  }
+
+  // Which rows there are and which attend together; false when an index is out of range.
+  bool describe(const BlStep& step) {
+    const int group = model.heads / model.kv_heads, at_once = kAttendRows / group;
+    const auto within = [](const int32_t* values, int64_t count, int64_t limit) {
+      return std::all_of(values, values + count, [=](int32_t v) { return 0 <= v && v < limit; });
+    };
+    rows.clear(), blocks.clear();
+    for (int c = 0; c < step.num_chunks; c++) {
+      const int first = (int)rows.size(), count = step.chunk_tokens[c], start = step.chunk_start[c];
+      if (count < 1 || start < 0) return false;
+      for (int i = 0; i < count; i++) rows.push_back({start + i, c});
+      for (int i = 0; i < count; i += at_once) blocks.push_back({first + i, std::min(at_once, count - i), c});
+      if (!within(step.blocks + step.chunk_blocks[c], (start + count - 1) / kBlockTokens + 1, step.num_blocks)) return false;
+    }
+    const int64_t tokens = (int64_t)rows.size();
+    return within(step.tokens, tokens, model.vocab) && within(step.sample_rows, step.num_samples, tokens);
+  }
+};
+
+namespace busload {
+namespace {
+
+// One step while it runs, shared by all threads.
+struct Pass {
+  BlEngine& engine;
+  const BlStep& step;
+  const Buffers& buffers;
+  const BlModel& m = engine.model;
+  const Kernels& k = *engine.kernels;
+  Team& team = engine.team;
+  const int tokens = (int)engine.rows.size();
+
+  void operator()(int id) {
+    embed(id);
+    for (int l = 0; l < m.num_layers; l++) {
+      attention(id, m.layers[l], l);
+      feed_forward(id, m.layers[l]);
+    }
+    if (step.num_samples) continue_rows(id);
+  }
+
+  const int32_t* table(int chunk) const { return step.blocks + step.chunk_blocks[chunk]; }
+  float* row(float* base, int64_t index, int cols) const { return base + index * cols; }
+
+  void embed(int id) {
+    const int half = m.head_dim / 2;
+    team.share(id, tokens, [&](int r) {
+      float* x = row(buffers.x, r, m.hidden);
+      bl_unpack_row(&m.embedding, step.tokens[r], x);
+      for (int i = 0; i < m.hidden; i++) x[i] *= m.embedding_scale;
+      for (int p = 0; p < m.num_ropes; p++)
+        for (int i = 0; i < half; i++) {
+          const double angle = (double)engine.rows[r].position * m.rope_frequencies[p * half + i];
+          const int64_t at = ((int64_t)p * tokens + r) * half + i;
+          buffers.cosine[at] = (float)cos(angle), buffers.sine[at] = (float)sin(angle);
+        }
+    });
+  }
+
+  // RMSNorm and quantisation of `count` rows of x; row i of the result is row index(i) of x.
+  template <class Index>
+  const Activations& norm(int id, const float* weight, int count, Index index) {
+    const bool own = count <= kOwnRows;
+    const Activations& out = own ? buffers.own[id] : buffers.normed;
+    auto one = [&](int i) { k.norm_quantise(row(buffers.x, index(i), m.hidden), weight, m.norm_eps, out, i); };
+    if (own)
+      for (int i = 0; i < count; i++) one(i);
+    else
+      team.share(id, count, one);
+    return out;
+  }
+
+  // x += linear(in), by way of RMSNorm where the architecture has one there.
+  void add_linear(int id, const BlMatrix& matrix, const Activations& in, const float* post_norm) {
+    float* out = post_norm ? buffers.branch : buffers.x;
+    team.share(id, matrix.rows / kUnitRows, [&](int unit) {
+      k.linear(matrix, unit, in, tokens, out + unit * kUnitRows, m.hidden, !post_norm, buffers.scratch[id]);
+    });
+    if (post_norm)
+      team.share(id, tokens, [&](int r) {
+        k.norm_add(row(buffers.x, r, m.hidden), row(out, r, m.hidden), post_norm, m.norm_eps, m.hidden);
+      });
+  }
+
+  void attention(int id, const BlLayer& layer, int index) {
+    const int half = m.head_dim / 2, width = layer.qkv.rows;
+    uint8_t* kv = engine.kv + index * engine.layer_bytes;
+    const Activations& normed = norm(id, layer.attention_norm, tokens, [](int i) { return i; });
+    team.share(id, width / kUnitRows, [&](int unit) {
+      k.linear(layer.qkv, unit, normed, tokens, buffers.qkv + unit * kUnitRows, width, false, buffers.scratch[id]);
+    });
+    team.share(id, tokens, [&](int r) {
+      const Row& at = engine.rows[r];
+      const int64_t angle = ((int64_t)layer.rope * tokens + r) * half;
+      uint8_t* tile = kv + table(at.chunk)[at.position / kBlockTokens] * engine.block_bytes;
+      k.rotate_store(m, layer, row(buffers.qkv, r, width), {buffers.cosine + angle, buffers.sine + angle}, buffers.queries, r,
+                     tile, at.position % kBlockTokens);
+    });
+    const int num_blocks = (int)engine.blocks.size();
+    team.share(id, num_blocks * m.kv_heads, [&](int i) {
+      const Block& block = engine.blocks[i / m.kv_heads];
+      k.attend({&m, buffers.queries, block.row, block.count, engine.rows[block.row].position, i % m.kv_heads, layer.window,
+                table(block.chunk), kv, engine.block_bytes, buffers.attended});
+    });
+    add_linear(id, layer.attention_output, buffers.attended, layer.post_attention_norm);
+  }
+
+  void feed_forward(int id, const BlLayer& layer) {
+    const Activations& normed = norm(id, layer.ffn_norm, tokens, [](int i) { return i; });
+    const ThreadScratch& scratch = buffers.scratch[id];
+    team.share(id, m.ffn / kGroup, [&](int group) {
+      for (int part = 0; part < 2; part++)
+        k.linear(layer.gate_up, 2 * group + part, normed, tokens, scratch.gate + part * kUnitRows, 2 * kUnitRows, false, scratch);
+      k.gate(scratch.gate, tokens, m.activation, buffers.gated, group);
+    });
+    add_linear(id, layer.down, buffers.gated, layer.post_ffn_norm);
+  }
+
+  void continue_rows(int id) {
+    const int count = step.num_samples, width = m.output.rows;
+    const Activations& last = norm(id, m.final_norm, count, [&](int i) { return step.sample_rows[i]; });
+    team.share(id, width / kUnitRows, [&](int unit) {
+      k.linear(m.output, unit, last, count, buffers.logits + unit * kUnitRows, width, false, buffers.scratch[id]);
+    });
+    team.share(id, count, [&](int s) {
+      const float* logits = row(buffers.logits, s, width);
+      step.sampled[s] = sample(k, logits, m.vocab, step.sampling[s], buffers.sampling[id]);
+      if (step.logits) memcpy(row(step.logits, s, m.vocab), logits, (size_t)m.vocab * sizeof(float));
+    });
+  }
+};
+
+const Kernels* find_kernels(const char* isa) {
+  const Kernels* all[] = {avx512_kernels(), avx2_kernels(), portable_kernels()};
+  for (const Kernels* k : all)
+    if (k && bl_isa_runs(k->name) && (!*isa || !strcmp(isa, k->name))) return k;
+  return nullptr;
+}
+
+}  // namespace
+}  // namespace busload
+
+extern "C" {
+
+int32_t bl_isa_runs(const char* isa) {
+  if (!strcmp(isa, "portable")) return 1;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  if (!strcmp(isa, "avx2")) return avx2 && avx2_kernels();
+  if (!strcmp(isa, "avx512"))
+    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") && avx512_kernels();
+#endif
+  return 0;
+}
+
+BlEngine* bl_create(const BlModel* model, int32_t threads, const char* isa) {
+  const Kernels* kernels = find_kernels(isa);
+  if (!kernels) return nullptr;
+  try {
+    return new BlEngine(*model, threads, kernels);
+  } catch (const std::exception&) {  // no memory, no thread
+    return nullptr;
+  }
+}
+
+void bl_destroy(BlEngine* engine) { delete engine; }
+
+const char* bl_isa(const BlEngine* engine) { return engine->kernels->name; }
+
+int64_t bl_kv_block_bytes(const BlModel* m) { return m->num_layers * m->kv_heads * kv_tile_bytes(m->head_dim); }
+
+int32_t bl_kv_reserve(BlEngine* engine, int64_t max_blocks) {
+  bl_unmap(engine->kv, engine->kv_bytes);
+  engine->kv_bytes = max_blocks * engine->block_bytes;
+  engine->kv = (uint8_t*)bl_map(engine->kv_bytes);
+  if (!engine->kv) return engine->kv_bytes = 0, -1;
+  // A huge page would commit blocks that nobody has written: the pool must cost what is counted.
+  madvise(engine->kv, engine->kv_bytes, MADV_NOHUGEPAGE);
+  return 0;
+}
+
+int32_t bl_kv_release_from(BlEngine* engine, int64_t num_blocks) {
+  const int64_t begin = (num_blocks * engine->block_bytes + 4095) / 4096 * 4096;
+  if (begin >= engine->kv_bytes) return 0;
+  return madvise(engine->kv + begin, engine->kv_bytes - begin, MADV_DONTNEED);
+}
+
+int64_t bl_scratch_bytes(const BlModel* model, int32_t threads, int64_t tokens, int64_t samples) {
+  Arena arena{nullptr};
+  lay_out(arena, *model, threads, tokens, samples);
+  return arena.used;
+}
+
+int32_t bl_step(BlEngine* engine, const BlStep* step) {
+  try {
+    if (step->num_blocks * engine->block_bytes > engine->kv_bytes || !engine->describe(*step)) return -2;
+    Buffers buffers;
+    if (engine->rows.empty()) return 0;
+    if (!engine->make_room(engine->rows.size(), step->num_samples, buffers)) return -1;
+    Pass pass{*engine, *step, buffers};
+    engine->team.run(pass);
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return -1;
+  }
+}
+
+}  // extern "C"

@@ -1,0 +1,185 @@
+// Linear layers: rows of quantised activations times one unit (32 outputs) of packed weights.
+//
+// Per group of 32 inputs the integer dot product is exact; then sum = dot * (weight scale * activation scale) + sum,
+// sum = weight offset * activation offset + sum. The order is the same in every variant below, so a row's result does
+// not depend on how many other rows are in the step.
+#pragma once
+#include "kernels.h"
+
+namespace {
+
+using namespace busload;
+
+// Bytes fetched ahead of the packed stream while few rows leave the arithmetic idle: 8 to 16 KB is worth a quarter of
+// the time at batch 1; 2 KB nothing.
+constexpr int kPrefetchAhead = 8192;
+
+struct W4 {
+  using Dot = DotNibbles;
+  static constexpr int kBytes = kTile4Bytes;
+  static constexpr bool kOffset = true;
+  // Line of inputs 4 * step ..: steps 0-3 are low nibbles, 4-7 the high nibbles of the same bytes.
+  static Line line(const uint8_t* tile, int step) {
+    Line packed = load_line(tile + 64 * (step & 3));
+    return step < 4 ? low_nibbles(packed) : high_nibbles(packed);
+  }
+  static F16 scale(const uint8_t* tile) { return load_half(tile + 256); }
+  static F16 offset(const uint8_t* tile, F16) { return load_half(tile + 288); }
+};
+
+struct W8 {
+  using Dot = DotBytes;
+  static constexpr int kBytes = kTile8Bytes;
+  static constexpr bool kOffset = Dot::kBias != 0;
+  static Line line(const uint8_t* tile, int step) { return load_line(tile + 64 * step); }
+  static F16 scale(const uint8_t* tile) { return load_half(tile + 512); }
+  static F16 offset(const uint8_t*, F16 scale) { return mul(scale, splat((float)-Dot::kBias)); }
+};
+
+template <class Packed>
+struct Wide {
+  using Dot = typename Packed::Dot;
+  static constexpr int kBytes = kWideBytes;
+  static constexpr bool kOffset = Packed::kOffset;
+  static Line line(const uint8_t* tile, int step) { return load_line(tile + 64 * step); }
+  static F16 scale(const uint8_t* tile) { return load((const float*)(tile + 512)); }
+  static F16 offset(const uint8_t* tile, F16) { return load((const float*)(tile + 576)); }
+
+  // One group of both stripes of a unit.
+  static void unpack(const uint8_t* tile, uint8_t* wide) {
+    for (int step = 0; step < kSteps; step++) store_line(wide + 64 * step, Packed::line(tile, step));
+    F16 scale = Packed::scale(tile);
+    store((float*)(wide + 512), scale);
+    if (kOffset) store((float*)(wide + 576), Packed::offset(tile, scale));
+  }
+};
+
+struct Output {
+  float* out;
+  int64_t stride;
+  bool add;
+};
+
+// Rows x Tiles block: tiles of one group lie `between` bytes apart, groups `per_group`. `ahead`: what to fetch
+// meanwhile, `fetch` bytes a group (0: nothing).
+template <class Format, int Rows, int Tiles>
+inline void block(const uint8_t* w, int64_t between, int64_t per_group, const Activations& x, int row, const Output& o,
+                  const uint8_t* ahead, int fetch) {
+  using Dot = typename Format::Dot;
+  const int groups = x.cols / kGroup;
+  const int8_t* q = x.q + (int64_t)row * x.cols;
+  const float* scale = x.scale + (int64_t)row * groups;
+  const float* offset = x.offset + (int64_t)row * groups;
+  F16 result[Rows][Tiles];
+  for (int r = 0; r < Rows; r++)
+    for (int t = 0; t < Tiles; t++) result[r][t] = splat(0);
+  for (int g = 0; g < groups; g++, w += per_group, q += kGroup) {
+    for (int i = 0; i < fetch; i += 64) __builtin_prefetch(ahead + i);
+    ahead += fetch;
+    typename Dot::Sum dots[Rows][Tiles];
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 2
+      for (int t = 0; t < Tiles; t++) dots[r][t] = Dot::zero();
+#pragma GCC unroll 8
+    for (int i = 0; i < kSteps; i++) {
+      const int step = (i >> 1) + 4 * (i & 1);  // both nibbles of a line in turn
+      Line line[Tiles];
+#pragma GCC unroll 2
+      for (int t = 0; t < Tiles; t++) line[t] = Format::line(w + t * between, step);
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; r++) {
+        int32_t word = load_word(q + (int64_t)r * x.cols + 4 * step);
+#pragma GCC unroll 2
+        for (int t = 0; t < Tiles; t++) Dot::step(dots[r][t], line[t], word);
+      }
+    }
+#pragma GCC unroll 2
+    for (int t = 0; t < Tiles; t++) {
+      F16 weight_scale = Format::scale(w + t * between);
+      F16 weight_offset = Format::offset(w + t * between, weight_scale);
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; r++) {
+        F16 both = mul(weight_scale, splat(scale[r * groups + g]));
+        result[r][t] = fma(to_float(Dot::total(dots[r][t])), both, result[r][t]);
+        if (Format::kOffset) result[r][t] = fma(weight_offset, splat(offset[r * groups + g]), result[r][t]);
+      }
+    }
+  }
+  for (int r = 0; r < Rows; r++)
+    for (int t = 0; t < Tiles; t++) {
+      float* to = o.out + (row + r) * o.stride + t * kTileRows;
+      store(to, o.add ? add(load(to), result[r][t]) : result[r][t]);
+    }
+}
+
+// `block` with a row count known only at run time.
+template <class Format, int Tiles, int MaxRows>
+inline void block_rows(int rows, const uint8_t* w, int64_t between, int64_t per_group, const Activations& x, int row,
+                       const Output& o, const uint8_t* ahead, int fetch) {
+  if constexpr (MaxRows > 1)
+    if (rows < MaxRows) return block_rows<Format, Tiles, MaxRows - 1>(rows, w, between, per_group, x, row, o, ahead, fetch);
+  block<Format, MaxRows, Tiles>(w, between, per_group, x, row, o, ahead, fetch);
+}
+
+// Few rows: straight from the packed stream, 16 outputs at a time; the tile stays in L1 for further passes. Unpacking
+// it first would leave memory idle meanwhile.
+constexpr int kDirectMax = 16;
+
+template <class Format>
+void linear_direct(const uint8_t* stripe, int64_t stripe_size, const Activations& x, int rows, const Output& o) {
+  for (int t = 0; t < kUnitRows / kTileRows; t++, stripe += stripe_size) {
+    Output tile{o.out + t * kTileRows, o.stride, o.add};
+    const int passes = (rows + kDirectRows - 1) / kDirectRows;
+    for (int row = 0, pass = 0; row < rows; pass++) {
+      int count = (rows - row + passes - pass - 1) / (passes - pass);  // equal passes: no lone last row
+      block_rows<Format, 1, kDirectRows>(count, stripe, 0, Format::kBytes, x, row, tile, stripe + kPrefetchAhead,
+                                         pass == 0 ? Format::kBytes : 0);
+      row += count;
+    }
+  }
+}
+
+// Many rows: unpacked once to L1, then blocks of rows; the next unit's bytes come in during the first of them.
+template <class Format>
+void linear_wide(const uint8_t* stripe, int64_t stripe_size, const Activations& x, int rows, const Output& o,
+                 uint8_t* wide) {
+  const int groups = x.cols / kGroup, tiles = kUnitRows / kTileRows;
+  for (int t = 0; t < tiles; t++)
+    for (int g = 0; g < groups; g++)
+      Wide<Format>::unpack(stripe + t * stripe_size + (int64_t)g * Format::kBytes, wide + (g * tiles + t) * kWideBytes);
+  const uint8_t* next = stripe + tiles * stripe_size;
+  for (int row = 0; row < rows;) {
+    const int left = rows - row;
+    int count = left < kWideRows ? left : kWideRows;
+    if (left > kWideRows && left < 2 * kWideRows) count = (left + 1) / 2;
+    for (int t = 0; t < tiles; t += kWideTiles) {
+      Output part{o.out + t * kTileRows, o.stride, o.add};
+      block_rows<Wide<Format>, kWideTiles, kWideRows>(count, wide + t * kWideBytes, kWideBytes, tiles * kWideBytes, x, row,
+                                                      part, next + t * stripe_size,
+                                                      row == 0 ? kWideTiles * Format::kBytes : 0);
+    }
+    row += count;
+  }
+}
+
+template <class Format>
+void linear_unit(const BlMatrix& m, int unit, const Activations& x, int rows, const Output& o, const ThreadScratch& s) {
+  const int64_t size = stripe_bytes(m);
+  const uint8_t* stripe = m.data + unit * 2 * size;
+  if (rows <= kDirectMax)
+    linear_direct<Format>(stripe, size, x, rows, o);
+  else
+    linear_wide<Format>(stripe, size, x, rows, o, s.wide);
+}
+
+void linear(const BlMatrix& m, int unit, const Activations& x, int rows, float* out, int64_t stride, bool add,
+            const ThreadScratch& s) {
+  Output o{out, stride, add};
+  if (m.format == BL_W4)
+    linear_unit<W4>(m, unit, x, rows, o, s);
+  else
+    linear_unit<W8>(m, unit, x, rows, o, s);
+}
+
+}  // namespace

@@ -1,0 +1,96 @@
+#include "sample.h"
+
+#include <math.h>
+
+#include <algorithm>
+#include <functional>
+#include <vector>
+
+namespace busload {
+namespace {
+
+// The k-th largest of x. The k-th largest of the maxima of blocks is a lower bound, so few values are looked at twice.
+float kth_largest(const float* x, int n, int k) {
+  constexpr int kBlock = 16;
+  std::vector<float> values;
+  if (k * kBlock < n) {
+    std::vector<float> peaks;
+    for (int i = 0; i < n; i += kBlock) peaks.push_back(*std::max_element(x + i, x + std::min(n, i + kBlock)));
+    std::vector<float> ranked = peaks;
+    std::nth_element(ranked.begin(), ranked.begin() + k - 1, ranked.end(), std::greater<>());
+    const float bound = ranked[k - 1];
+    for (int i = 0; i < n; i += kBlock)
+      if (peaks[i / kBlock] >= bound)
+        std::copy_if(x + i, x + std::min(n, i + kBlock), std::back_inserter(values), [=](float v) { return v >= bound; });
+  } else {
+    values.assign(x, x + n);
+  }
+  std::nth_element(values.begin(), values.begin() + k - 1, values.end(), std::greater<>());
+  return values[k - 1];
+}
+
+// The fewest most likely tokens with at least `share` of the mass, most likely first; returns how many.
+int nucleus(const float* weights, int n, double share, int32_t* order) {
+  double mass = 0;
+  for (int i = 0; i < n; i++) mass += weights[i];
+  const double wanted = share * mass;
+  int count = 0;
+  for (int k = 256;; k *= 8) {
+    const float bound = k < n ? kth_largest(weights, n, k) : 0;
+    double found = 0;
+    count = 0;
+    for (int i = 0; i < n; i++)
+      if (weights[i] >= bound) order[count++] = i, found += weights[i];
+    if (found >= wanted || k >= n) break;
+  }
+  std::stable_sort(order, order + count, [&](int32_t a, int32_t b) { return weights[a] > weights[b]; });
+  double sum = 0;
+  for (int i = 0; i < count; i++)
+    if ((sum += weights[order[i]]) >= wanted) return i + 1;
+  return count;
+}
+
+}  // namespace
+
+int32_t sample(const Kernels& kernels, const float* logits, int vocab, const BlSampling& how, const SampleScratch& s) {
+  const int32_t best = kernels.argmax(logits, vocab);
+  if (best < 0 || how.temperature == 0) return best;
+  kernels.exponentials(logits, s.weights, vocab, (float)(1 / how.temperature), logits[best]);
+  if (0 < how.top_k && how.top_k < vocab) {
+    const float bound = kth_largest(logits, vocab, how.top_k);  // tokens as likely as the k-th all stay
+    for (int i = 0; i < vocab; i++)
+      if (logits[i] < bound) s.weights[i] = 0;
+  }
+  int count = vocab;
+  const bool cut = how.top_p < 1;
+  if (cut) count = nucleus(s.weights, vocab, how.top_p, s.order);
+  auto token = [&](int i) { return cut ? s.order[i] : i; };
+  double total = 0;
+  for (int i = 0; i < count; i++) total += s.weights[token(i)];
+  const double target = uniform(how.seed, how.index) * total;
+  double sum = 0;
+  int32_t last = best;
+  for (int i = 0; i < count; i++) {
+    const float weight = s.weights[token(i)];
+    if (weight > 0) last = token(i);
+    if ((sum += weight) > target) return last;
+  }
+  return last;  // rounding: the last token with any weight is the one meant
+}
+
+double uniform(uint64_t seed, uint64_t index) {
+  uint64_t counter[4] = {index + 1, index == UINT64_MAX, 0, 0}, key[2] = {seed, 0};
+  for (int round = 0; round < 10; round++) {
+    const __uint128_t a = (__uint128_t)counter[0] * 0xD2E7470EE14C6C93u, b = (__uint128_t)counter[2] * 0xCA5A826395121157u;
+    const uint64_t next[4] = {(uint64_t)(b >> 64) ^ counter[1] ^ key[0], (uint64_t)b,
+                              (uint64_t)(a >> 64) ^ counter[3] ^ key[1], (uint64_t)a};
+    std::copy(next, next + 4, counter);
+    key[0] += 0x9E3779B97F4A7C15u;
+    key[1] += 0xBB67AE8584CAA73Bu;
+  }
+  return (double)(counter[0] >> 11) * 0x1p-53;
+}
+
+}  // namespace busload
+
+extern "C" double bl_uniform(uint64_t seed, uint64_t index) { return busload::uniform(seed, index); }

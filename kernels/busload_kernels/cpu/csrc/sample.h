@@ -1,0 +1,20 @@
+// Drawing one token from logits: temperature, then top-k, then top-p (Holtzman et al. 2019), as the reference executor
+// does it.
+#pragma once
+#include "kernels.h"
+
+namespace busload {
+
+struct SampleScratch {
+  float* weights;  // [vocab]
+  int32_t* order;  // [vocab]
+};
+
+// Token id, or -1 when the logits are not all finite.
+int32_t sample(const Kernels&, const float* logits, int vocab, const BlSampling&, const SampleScratch&);
+
+// In [0, 1): Philox4x64-10 (Salmon et al. 2011) of key (seed, 0) at counter index + 1, top 53 bits of the first word;
+// the first number of numpy's Generator(Philox(key=seed, counter=index)).
+double uniform(uint64_t seed, uint64_t index);
+
+}  // namespace busload

@@ -1,0 +1,138 @@
+// Sixteen lanes in plain C++: any 64-bit CPU. The loops have fixed counts, which compilers turn into whatever the
+// target has.
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+namespace {
+
+struct F16 { float v[16]; };
+struct I16 { int32_t v[16]; };
+struct Line { uint8_t v[64]; };
+
+constexpr int kWideRows = 2, kWideTiles = 1, kDirectRows = 2;
+
+template <class Result, class Function>
+inline Result lanes(Function f) {
+  Result r;
+  for (int i = 0; i < 16; i++) r.v[i] = f(i);
+  return r;
+}
+
+inline F16 load(const float* p) { return lanes<F16>([&](int i) { return p[i]; }); }
+inline void store(float* p, F16 x) { memcpy(p, x.v, sizeof x.v); }
+inline F16 splat(float x) { return lanes<F16>([&](int) { return x; }); }
+inline F16 add(F16 x, F16 y) { return lanes<F16>([&](int i) { return x.v[i] + y.v[i]; }); }
+inline F16 sub(F16 x, F16 y) { return lanes<F16>([&](int i) { return x.v[i] - y.v[i]; }); }
+inline F16 mul(F16 x, F16 y) { return lanes<F16>([&](int i) { return x.v[i] * y.v[i]; }); }
+inline F16 div(F16 x, F16 y) { return lanes<F16>([&](int i) { return x.v[i] / y.v[i]; }); }
+inline F16 fma(F16 x, F16 y, F16 z) { return lanes<F16>([&](int i) { return x.v[i] * y.v[i] + z.v[i]; }); }
+inline F16 max(F16 x, F16 y) { return lanes<F16>([&](int i) { return x.v[i] > y.v[i] ? x.v[i] : y.v[i]; }); }
+inline F16 min(F16 x, F16 y) { return lanes<F16>([&](int i) { return x.v[i] < y.v[i] ? x.v[i] : y.v[i]; }); }
+inline F16 abs(F16 x) { return lanes<F16>([&](int i) { return fabsf(x.v[i]); }); }
+inline float sum(F16 x) {
+  for (int width = 8; width; width /= 2)
+    for (int i = 0; i < width; i++) x.v[i] += x.v[i + width];
+  return x.v[0];
+}
+inline float largest(F16 x) {
+  float best = x.v[0];
+  for (float value : x.v) best = value > best ? value : best;
+  return best;
+}
+inline float half_to_float(uint16_t half) {
+  uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
+  uint32_t bits = (rest << 13) + (112u << 23);           // exponent bias 15 -> 127
+  if (rest >= 0x7c00) bits = (rest << 13) | 0x7f800000;  // inf, nan
+  float value;
+  if (rest < 0x0400) {  // zero and subnormal: whole multiples of 2^-24
+    value = (float)rest * 0x1p-24f;
+    memcpy(&bits, &value, 4);
+  }
+  bits |= sign;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+inline F16 load_half(const void* p) {
+  uint16_t h[16];
+  memcpy(h, p, sizeof h);
+  return lanes<F16>([&](int i) { return half_to_float(h[i]); });
+}
+inline F16 to_float(I16 x) { return lanes<F16>([&](int i) { return (float)x.v[i]; }); }
+// To the nearest even for |x| < 2^22: the sum with 1.5 * 2^23 has no fraction bits.
+inline F16 round_float(F16 x) {
+  F16 shifted = add(x, splat(12582912.f));
+#if defined(__GNUC__)
+  asm volatile("" : "+m"(shifted));  // not folded away, whatever the flags
+#endif
+  return sub(shifted, splat(12582912.f));
+}
+inline I16 round_int(F16 x) {
+  F16 r = round_float(x);
+  return lanes<I16>([&](int i) { return (int32_t)r.v[i]; });
+}
+inline F16 times_power_of_two(F16 x, F16 whole) {
+  return lanes<F16>([&](int i) {
+    int32_t bits;
+    memcpy(&bits, &x.v[i], 4);
+    bits += (int32_t)whole.v[i] * (1 << 23);
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+  });
+}
+inline int32_t sum_int(I16 x) {
+  int32_t total = 0;
+  for (int32_t value : x.v) total += value;
+  return total;
+}
+inline I16 add_int(I16 x, I16 y) { return lanes<I16>([&](int i) { return x.v[i] + y.v[i]; }); }
+inline I16 splat_int(int32_t x) { return lanes<I16>([&](int) { return x; }); }
+inline I16 times_128(I16 x) { return lanes<I16>([&](int i) { return x.v[i] * 128; }); }
+inline I16 count_up(int32_t first) { return lanes<I16>([&](int i) { return first + i; }); }
+inline F16 keep_between(F16 x, I16 index, int32_t low, int32_t high, F16 other) {
+  return lanes<F16>([&](int i) { return low <= index.v[i] && index.v[i] < high ? x.v[i] : other.v[i]; });
+}
+inline void store_bytes(void* p, I16 x) {
+  for (int i = 0; i < 16; i++) ((uint8_t*)p)[i] = (uint8_t)x.v[i];
+}
+
+inline Line load_line(const uint8_t* p) {
+  Line line;
+  memcpy(line.v, p, 64);
+  return line;
+}
+inline void store_line(uint8_t* p, Line x) { memcpy(p, x.v, 64); }
+inline Line low_nibbles(Line x) {
+  for (uint8_t& byte : x.v) byte &= 15;
+  return x;
+}
+inline Line high_nibbles(Line x) {
+  for (uint8_t& byte : x.v) byte >>= 4;
+  return x;
+}
+inline int32_t load_word(const void* p) {
+  int32_t v;
+  memcpy(&v, p, 4);
+  return v;
+}
+
+template <class Byte, class Activation, int Bias>
+struct DotPlain {
+  static constexpr int kBias = 0;
+  using Sum = I16;
+  static Sum zero() { return splat_int(0); }
+  static void step(Sum& sum, Line line, int32_t x) {
+    Activation a[4];
+    memcpy(a, &x, 4);
+    for (int i = 0; i < 16; i++)
+      for (int j = 0; j < 4; j++) sum.v[i] += ((int)(Byte)line.v[4 * i + j] - Bias) * (int)a[j];
+  }
+  static I16 total(Sum sum) { return sum; }
+};
+using DotNibbles = DotPlain<uint8_t, int8_t, 0>;
+using DotBytes = DotPlain<uint8_t, int8_t, 128>;
+using DotWeights = DotPlain<int8_t, uint8_t, 0>;
+
+}  // namespace

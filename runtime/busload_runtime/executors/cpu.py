@@ -1,0 +1,158 @@
+"""The CPU executor: one C++ call per engine step (busload_kernels.cpu)."""
+
+import ctypes
+import os
+import struct
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from busload_kernels.cpu import library as native
+from busload_kernels.cpu.errors import KernelError
+from busload_runtime.engine.plan import Chunk, Plan, Sampled
+from busload_runtime.executors.cpu_model import PackedModel
+from busload_runtime.executors.cpu_threads import usable_threads
+from busload_runtime.executors.errors import ExecutorError
+from busload_runtime.model.weights import WeightFile
+
+_SAMPLING = "ddQQii"  # native.Sampling
+_GREEDY = (0.0, 1.0, 0, 0, 0, 0)
+_BANDWIDTH_BYTES = 2**26
+_BANDWIDTH_SECONDS = 0.1
+
+
+class CpuExecutor:
+    """Implements `contract.Executor`.
+
+    A token's result does not depend on what else is in its step, nor on how its prompt was cut: equal bits.
+    """
+
+    def __init__(self, weights: WeightFile, threads: int | None = None, isa: str | None = None) -> None:
+        """`threads` and `isa` default to `BUSLOAD_THREADS` or the CPUs given, `BUSLOAD_CPU_ISA` or the best there is.
+
+        Raises `ExecutorError` for a model that the engine cannot compute and for an instruction set that is not here.
+        """
+        self.threads = threads or usable_threads()
+        wanted = isa if isa is not None else os.environ.get("BUSLOAD_CPU_ISA", "")
+        try:
+            self._library = native.load()
+        except KernelError as error:
+            raise ExecutorError(str(error)) from None
+        if wanted and wanted not in native.usable_isas():
+            raise ExecutorError(
+                f"BUSLOAD_CPU_ISA is {wanted!r:.80}; this CPU runs {', '.join(native.usable_isas())}; choose one of them"
+            )
+        self._model = PackedModel(weights, self.threads)
+        self._engine = self._library.bl_create(ctypes.byref(self._model.struct), self.threads, wanted.encode())
+        if not self._engine:
+            raise ExecutorError(f"cannot start {self.threads} threads; lower BUSLOAD_THREADS")
+        self.isa: str = self._library.bl_isa(self._engine).decode()
+        self.block_size = native.BLOCK_TOKENS
+        self.bytes_per_block: int = self._library.bl_kv_block_bytes(ctypes.byref(self._model.struct))
+        self.weight_bytes = self._model.weight_bytes
+        self.vocab_size = weights.config.vocab_size
+        self.context_length = weights.config.context_length
+        self.copy_bandwidth = self.measure_bandwidth(copy=True)
+        self._max_blocks = self._num_blocks = 0
+
+    def __del__(self) -> None:
+        if getattr(self, "_engine", None):
+            self._library.bl_destroy(self._engine)
+
+    def activation_bytes(self, token_budget: int, batch_size: int) -> int:
+        """Exactly the scratch memory that the engine takes for such a step."""
+        model = ctypes.byref(self._model.struct)
+        size: int = self._library.bl_scratch_bytes(model, self.threads, token_budget, min(batch_size, token_budget))
+        return size
+
+    def reserve(self, max_blocks: int) -> None:
+        if self._library.bl_kv_reserve(self._engine, max(1, max_blocks)):
+            raise ExecutorError(
+                f"cannot reserve {max_blocks} KV blocks ({max_blocks * self.bytes_per_block} bytes of address space)"
+            )
+        self._max_blocks, self._num_blocks = max_blocks, 0
+
+    def resize(self, num_blocks: int) -> None:
+        if not 0 <= num_blocks <= self._max_blocks:
+            raise ExecutorError(f"cannot resize the KV cache to {num_blocks} blocks; reserved: {self._max_blocks}")
+        if num_blocks < self._num_blocks:
+            self._library.bl_kv_release_from(self._engine, num_blocks)
+        self._num_blocks = num_blocks
+
+    def run(self, plan: Plan) -> Sequence[Sampled]:
+        ends = list(accumulate(len(chunk.tokens) for chunk in plan.chunks))
+        drawing = [(chunk, end - 1) for chunk, end in zip(plan.chunks, ends, strict=True) if chunk.sampling is not None]
+        tokens = self._step(plan.chunks, [row for _, row in drawing], [_sampling(chunk) for chunk, _ in drawing], None)
+        for token, (chunk, _) in zip(tokens, drawing, strict=True):
+            if token < 0:
+                raise ExecutorError(
+                    f"request {chunk.request_id}: the model's output is not a number at position {chunk.length_after}; "
+                    "its weights are corrupt, download the model again"
+                )
+        return [Sampled(chunk.request_id, token) for token, (chunk, _) in zip(tokens, drawing, strict=True)]
+
+    def logits(self, chunks: Sequence[Chunk], rows: Sequence[int]) -> NDArray[np.float32]:
+        """Logits [len(rows), vocab] of a step's `rows` (indices of tokens over all chunks); nothing is drawn."""
+        result = np.empty((len(rows), self.vocab_size), np.float32)
+        self._step(chunks, rows, [_GREEDY] * len(rows), result.ctypes.data)
+        return result
+
+    def measure_bandwidth(self, copy: bool) -> float:
+        """Bytes per second that all threads together read plus write (`copy`), or read."""
+        buffer = self._library.bl_map(_BANDWIDTH_BYTES)
+        if not buffer:
+            raise ExecutorError(f"cannot get {_BANDWIDTH_BYTES} bytes to measure bandwidth; raise the memory limit")
+        try:
+            ctypes.memset(buffer, 1, _BANDWIDTH_BYTES)
+            return float(
+                self._library.bl_bandwidth(buffer, _BANDWIDTH_BYTES, self.threads, _BANDWIDTH_SECONDS, int(copy))
+            )
+        finally:
+            self._library.bl_unmap(buffer, _BANDWIDTH_BYTES)
+
+    def _step(
+        self, chunks: Sequence[Chunk], rows: Sequence[int], sampling: Sequence[tuple[float, ...]], logits: int | None
+    ) -> list[int]:
+        """One call of the engine; the tokens drawn for `rows`, -1 where the logits are not finite."""
+        tokens, blocks, table_starts = array("i"), array("i"), array("i")
+        for chunk in chunks:
+            tokens.extend(chunk.tokens)
+            table_starts.append(len(blocks))
+            blocks.extend(chunk.blocks)
+        arrays = (
+            tokens,
+            array("i", [len(chunk.tokens) for chunk in chunks]),
+            array("i", [chunk.start for chunk in chunks]),
+            table_starts,
+            blocks,
+        )
+        sampled, sample_rows = array("i", [0]) * len(rows), array("i", rows)
+        packed = struct.pack(_SAMPLING * len(rows), *[value for one in sampling for value in one])
+        step = native.Step(
+            len(chunks),
+            len(rows),
+            *(values.buffer_info()[0] for values in arrays),
+            self._num_blocks,
+            sample_rows.buffer_info()[0],
+            ctypes.cast(ctypes.c_char_p(packed), ctypes.c_void_p),
+            sampled.buffer_info()[0],
+            logits,
+        )
+        code = self._library.bl_step(self._engine, ctypes.byref(step))
+        if code == -2:
+            raise ExecutorError(
+                f"the plan names a token or a KV block that does not exist (blocks: {self._num_blocks})"
+            )
+        if code:
+            needed = self.activation_bytes(len(tokens), len(rows))
+            raise ExecutorError(f"cannot get {needed} bytes for a step of {len(tokens)} tokens; raise the memory limit")
+        return sampled.tolist()
+
+
+def _sampling(chunk: Chunk) -> tuple[float, ...]:
+    params = chunk.sampling
+    assert params is not None
+    return params.temperature, params.top_p, params.seed % 2**64, chunk.sample_index, min(params.top_k, 2**31 - 1), 0
