@@ -1,5 +1,6 @@
 """Follows a change until its outcome is known: in force, settled, compared with before, kept or put back."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from busload_operator.tuning import words
@@ -14,6 +15,10 @@ APPLY_SECONDS = 60.0
 READY_SECONDS = 300.0
 """In which a new replica must be ready."""
 SETTLE_SECONDS = 10.0
+TRANSIENT_SECONDS = 10.0
+"""After a change throughput and token times still show the prompts that fill the new places."""
+JUDGE_SECONDS = 120.0
+"""In which a setting is judged, on whatever was seen."""
 LOADED_STEPS = 3
 """Windows per pod under load that a comparison needs."""
 LOADED_SECONDS_KV = 30.0
@@ -102,31 +107,59 @@ def _under_load(window: PodWindow, decision: Decision) -> bool:
     return window.loaded or (decision.knob is Knob.BATCH_SIZE and window.batch >= decision.before)
 
 
-def _steps_under_load(pending: Pending) -> list[int]:
-    names = {w.pod for w in pending.loaded}
-    return [sum(1 for w in pending.loaded if w.pod == name) for name in names]
+def _per_pod(windows: tuple[PodWindow, ...]) -> list[int]:
+    return list(Counter(w.pod for w in windows).values())
 
 
 def _follow_setting(pending: Pending, inputs: Inputs, picture: Picture) -> Judgement:
-    steps = min(_steps_under_load(pending), default=0)
-    over = pending.quiet >= QUIET_STEPS
-    enough = steps >= LOADED_STEPS
-    if pending.decision.knob is Knob.KV_CACHE_PERCENT:
-        enough = enough and pending.loaded[-1].end - pending.loaded[0].start >= LOADED_SECONDS_KV
-    if inputs.now - pending.decision.at < SETTLE_SECONDS or not (over or enough):
+    """Better is believed at once; worse or equal only on windows after the transient: while the new places are being
+    filled, prompts take the time of tokens."""
+    decision = pending.decision
+    passed = inputs.now - decision.at
+    over = pending.quiet >= QUIET_STEPS or passed > JUDGE_SECONDS
+    if passed < SETTLE_SECONDS:
         return Judgement(pending)
-    if steps < LOADED_STEPS_AT_LEAST or not pending.tokens_per_second_before:
+    early = _enough(decision, pending.loaded)
+    judged = _compare(pending, inputs, picture, pending.loaded) if early else None
+    if judged is not None and judged.closed is not None and judged.closed.outcome.verdict is Verdict.CONFIRMED:
+        return judged
+    settled = tuple(w for w in pending.loaded if w.start >= decision.at + TRANSIENT_SECONDS)
+    if _enough(decision, settled):
+        return _compare(pending, inputs, picture, settled)
+    if not over:
+        return Judgement(pending)
+    if _steps(pending.loaded) < LOADED_STEPS_AT_LEAST:
         return _close(pending, Verdict.INCONCLUSIVE, "the load ended before it could be judged; it is kept")
-    tokens, itl = _measured(pending, len(picture.ready))
-    change = _change(pending.tokens_per_second_before, tokens)
+    return judged or _compare(pending, inputs, picture, pending.loaded)
+
+
+def _enough(decision: Decision, windows: tuple[PodWindow, ...]) -> bool:
+    if _steps(windows) < LOADED_STEPS:
+        return False
+    if decision.knob is Knob.KV_CACHE_PERCENT:
+        return windows[-1].end - windows[0].start >= LOADED_SECONDS_KV
+    return True
+
+
+def _steps(windows: tuple[PodWindow, ...]) -> int:
+    """Windows of the pod that has most."""
+    return max(_per_pod(windows), default=0)
+
+
+def _compare(pending: Pending, inputs: Inputs, picture: Picture, windows: tuple[PodWindow, ...]) -> Judgement:
+    before = pending.tokens_per_second_before
+    if not before:
+        return _close(pending, Verdict.INCONCLUSIVE, "there was no load to compare with; it is kept")
+    tokens, itl = _measured(windows, len(picture.ready))
+    change = _change(before, tokens)
     tau = inputs.objectives.inter_token_latency
     was_slow = pending.inter_token_before is not None and pending.inter_token_before > tau
-    if tokens < (1 - BAND) * pending.tokens_per_second_before:
+    if tokens < (1 - BAND) * before:
         return _put_back(pending, inputs, f"{change}; it was put back", tokens)
     if itl is not None and itl > tau and not was_slow:
         missed = f"a token takes {words.seconds(itl)}, over the objective of {words.seconds(tau)}"
         return _put_back(pending, inputs, f"{change}, but {missed}; it was put back", tokens)
-    if tokens > (1 + BAND) * pending.tokens_per_second_before:
+    if tokens > (1 + BAND) * before:
         return _close(pending, Verdict.CONFIRMED, change, tokens)
     judged = _close(pending, Verdict.INCONCLUSIVE, f"{change}, within the noise; it is kept", tokens)
     # More of the same is not tried at once.
@@ -136,10 +169,10 @@ def _follow_setting(pending: Pending, inputs: Inputs, picture: Picture) -> Judge
 
 def _follow_replicas(pending: Pending, inputs: Inputs, picture: Picture) -> Judgement:
     since = inputs.now - (pending.applied_at or inputs.now)
-    counts = _steps_under_load(pending)
+    counts = _per_pod(pending.loaded)
     everywhere = len(counts) >= pending.decision.after and min(counts) >= LOADED_STEPS
     if since >= SETTLE_SECONDS and everywhere and pending.tokens_per_second_before:
-        tokens, itl = _measured(pending, len(picture.ready))
+        tokens, itl = _measured(pending.loaded, len(picture.ready))
         if pending.decision.reason is Reason.INTER_TOKEN_OBJECTIVE_MISSED:
             return _close_inter_token(pending, inputs, tokens, itl)
         change = _change(pending.tokens_per_second_before, tokens)
@@ -178,10 +211,10 @@ def _follow_lowered(pending: Pending, inputs: Inputs, missed: bool) -> Judgement
     return Judgement(pending)
 
 
-def _measured(pending: Pending, pods: int) -> tuple[float, float | None]:
+def _measured(windows: tuple[PodWindow, ...], pods: int) -> tuple[float, float | None]:
     """Tokens per second of so many pods (silent ones taken to be like the others), and seconds per token, under load
     since the change."""
-    after = view(pending.loaded)
+    after = view(windows)
     assert after is not None, "called with windows under load only"
     return after.tokens_per_second / after.pods * pods, after.itl
 

@@ -81,7 +81,7 @@ def test_constant_load_settles_and_stays() -> None:
     service.run(300)
     changes = len(service.decisions)
     assert service.limits.batch_size >= 20
-    service.run(1500)
+    service.run(800)
     assert len(service.decisions) == changes, [d.message for d in service.decisions]
     result = service.results[-1][1]
     assert result.hold is None
@@ -92,7 +92,7 @@ def test_constant_load_settles_and_stays() -> None:
 def test_open_load_near_the_limit_does_not_oscillate() -> None:
     service = Service(law=StepLaw(a=0.06, b=0.001), noise=0.1)
     service.rate = lambda now: 2.0
-    service.run(2400)
+    service.run(1200)
     batch = [d.after for d in service.decisions if d.knob is Knob.BATCH_SIZE]
     turns = [1 for a, b, c in zip(batch, batch[1:], batch[2:], strict=False) if (b - a) * (c - b) < 0]
     assert len(turns) <= 1, batch
@@ -184,7 +184,7 @@ def test_a_batch_that_breaks_the_inter_token_objective_is_put_back() -> None:
     assert "over the objective of 90ms" in first.outcome.message
     service.run(300)
     assert service.limits.batch_size < 8
-    assert max(d.after for d in service.decisions[1:]) < 8, "not retried at once"
+    assert all(d.after < 8 for d in service.decisions[1:]), "not retried at once"
 
 
 def test_a_batch_that_brings_nothing_leads_to_replicas() -> None:
@@ -311,6 +311,22 @@ def test_no_data_no_move(tamper: object) -> None:
     assert last.hold is not None
     assert "chat-1" in last.hold
     assert (last.limits, last.replicas) == (LIMITS, 1)
+
+
+def test_filling_a_large_batch_is_not_taken_for_its_throughput() -> None:
+    """128 new places with prompts of 300 tokens: for ten seconds steps are mostly prefill, then 128 -> 256 pays."""
+    service = Service(
+        law=StepLaw(a=0.2, b=0.001, d=0.0002),
+        limits=replace(LIMITS, batch_size=128),
+        bounds=replace(BOUNDS, batch_size=Range(1, 256), replicas=Range(1, 1)),
+        objectives=Objectives(2.0, 2.0),
+        blocks=65_536,
+    )
+    service.client_request = (300, 256)
+    service.clients = 600
+    service.run(120)
+    assert service.limits.batch_size == 256
+    assert service.decisions[0].outcome.verdict is not Verdict.ROLLED_BACK
 
 
 def test_data_that_ends_stops_everything_and_resumes() -> None:

@@ -57,7 +57,7 @@ laws = st.builds(
     c=st.floats(0.0, 1e-5),
     d=st.floats(0.0, 0.002),
 )
-phases = st.lists(st.tuples(st.integers(0, 60), st.sampled_from(sorted(FAULTS)), st.integers(4, 60)), max_size=6)
+phases = st.lists(st.tuples(st.integers(0, 60), st.sampled_from(sorted(FAULTS)), st.integers(4, 60)), max_size=4)
 
 
 class Checked(Service):
@@ -103,7 +103,7 @@ class Checked(Service):
             assert b.replicas.min <= result.replicas <= b.replicas.max
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(bounds, laws, phases, st.sampled_from(list(Mode)), st.sampled_from(list(Scaling)), st.booleans())
 def test_invariants(
     bounds: Bounds,
@@ -143,7 +143,7 @@ finite = st.floats(0, 1e9) | st.sampled_from([float("nan"), float("inf"), -1.0, 
 counters = st.builds(Counters, **dict.fromkeys(Counters.__dataclass_fields__, finite))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.lists(counters | st.none(), max_size=3), max_size=8), st.sampled_from(list(Mode)))
 def test_any_numbers_are_survived_alike(scrapes: list[list[Counters | None]], mode: Mode) -> None:
     """Random numbers: never an exception, never out of bounds, and the same twice."""
