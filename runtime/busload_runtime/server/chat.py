@@ -15,6 +15,8 @@ async def _tokenise(body: ChatRequest, text: PromptEncoder, limit: int) -> list[
 
 def _plain(message: Message, position: int) -> dict[str, Any]:
     """The message with its content as one string, which every chat template understands."""
+    if message.tool_calls:
+        raise invalid("tool_calls are not supported by this server; leave them out", f"messages[{position}].tool_calls")
     content = message.content
     if isinstance(content, list):
         for i, part in enumerate(content):

@@ -1,7 +1,6 @@
 """Work that ends when its client leaves."""
 
 import asyncio
-import contextlib
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -27,11 +26,9 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             raise ClientGoneError
         return task.result()
     finally:
-        for unfinished in (task, gone):
-            if not unfinished.done():
-                unfinished.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await unfinished
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -194,8 +194,9 @@ class EngineClient:
         """Fails the engine when work waits and no step ends for `timeout` seconds."""
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
-            if not self._deliver:
+            if not self._deliver and not self._applying:
                 self._progress_at = time.monotonic()
             elif time.monotonic() - self._progress_at > self._timeout:
-                self.fail(f"no step in {self._timeout:g} s while {len(self._deliver)} requests wait")
+                what = f"{len(self._deliver)} requests wait" if self._deliver else "changed limits wait"
+                self.fail(f"no step in {self._timeout:g} s while {what}")
                 return

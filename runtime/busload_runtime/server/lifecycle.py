@@ -34,6 +34,7 @@ EXIT_OK, EXIT_ENGINE, EXIT_USAGE = 0, 1, 2
 _PROGRESS_SECONDS = 2.0
 # Open streams get this long to receive their error event, and idle connections to close, before the process ends.
 _GOODBYE_SECONDS = 3
+_BACKLOG = 2048
 
 
 def serve(options: ServeOptions) -> int:
@@ -100,7 +101,10 @@ class _Serve:
             self._announce()
             if options.limits_file is not None:
                 self._spawn(LimitsWatch(options.limits_file, options.pod_name, service, self._document).run())
-            await _first(self._stop.wait(), _settled(client.failed))
+            await _first(self._stop.wait(), _settled(client.failed), _settled(serving))
+            if serving.done():
+                serving.result()  # raises what ended it
+                return EXIT_ENGINE
             if not client.alive:
                 say(f"the engine is gone: {client.failed.result()}")
                 service.quiescing = True  # connections close behind the error
@@ -245,7 +249,7 @@ _UVICORN: dict[str, Any] = {
     # Longer than the pools of usual clients and proxies keep a connection, so that they close it first.
     "timeout_keep_alive": 75,
     "timeout_graceful_shutdown": _GOODBYE_SECONDS,
-    "backlog": 2048,
+    "backlog": _BACKLOG,
 }
 
 
@@ -258,6 +262,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen(_BACKLOG)  # now, so that a port taken by another is found here
     except OSError as error:
         raise StartupError(
             f"--host {host} --port {port}: {error.strerror or error}; choose another with --port (0 takes a free one)"

@@ -70,6 +70,7 @@ class Message(msgspec.Struct, frozen=True):
     role: Annotated[str, Meta(min_length=1, max_length=32)]
     content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_calls: list[Any] | None = None
 
 
 class ChatRequest(Sampled, kw_only=True, frozen=True):

@@ -290,6 +290,7 @@ def test_clients_that_leave_free_their_seats(tiny: LiveServer) -> None:
     assert after[aborted] - before[aborted] == 8
     assert after["busload_kv_blocks_free"] == before["busload_kv_blocks"]
     assert after["busload_queued_prompt_tokens"] == 0
+    assert tiny.complete(prompt=PROMPT, max_tokens=1, n=12).status_code == 200  # needs every seat of batch and queue
 
 
 def test_the_log_has_one_line_per_request_without_its_text(tiny: LiveServer) -> None:
