@@ -179,7 +179,8 @@ def compare(executor: Clocked, name: str, batch_size: int, repeats: int) -> Comp
             runs[static].append(serve(executor, requests, limits, num_blocks, static))
             _progress(name, "static" if static else "continuous", repeat, runs[static][-1])
     expected = sum(length.output for length in lengths)
-    assert all(run.tokens == expected for both in runs.values() for run in both)
+    if any(run.tokens != expected for both in runs.values() for run in both):
+        raise RuntimeError(f"{name}: a run did not draw the {expected} tokens asked for")
     ratios = [c.tokens_per_second / s.tokens_per_second for s, c in zip(runs[True], runs[False], strict=True)]
     return Comparison(
         workload=name,

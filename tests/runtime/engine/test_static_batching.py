@@ -1,0 +1,38 @@
+"""The benchmark of continuous against static batching, on its step law."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from e2e.bench.static_batching import StepLaw, compare, main, mix
+
+
+def test_both_ways_draw_the_same_tokens_and_continuous_wins() -> None:
+    result = compare(StepLaw(), "long", batch_size=8, repeats=2)
+    assert result.tokens == 3 * (800 + 7 * 40)
+    # Static: the long request of each group, one after the other. Continuous: the second long request takes a place that
+    # the short ones leave after 40 steps, the third one after 80.
+    assert (result.static_steps, result.continuous_steps) == (3 * 800, 80 + 800)
+    assert result.ratio > 2
+    assert result.ratios == pytest.approx([result.ratio] * 2)
+
+
+def test_one_at_a_time_is_the_same_either_way() -> None:
+    result = compare(StepLaw(), "mix", batch_size=1, repeats=1)
+    assert result.ratio == pytest.approx(1.0)
+
+
+def test_the_mix_follows_its_quantiles() -> None:
+    outputs = sorted(length.output for length in mix(400, 3, long_prompts=True))
+    assert [outputs[share * 400 // 100] for share in (25, 50, 90)] == pytest.approx([16, 34, 179], abs=3)
+    prompts = sorted(length.prompt for length in mix(400, 3, long_prompts=True))
+    assert prompts[200] == pytest.approx(263, abs=3)
+    assert {length.prompt for length in mix(10, 3, long_prompts=False)} == {32}
+
+
+def test_prints_a_table_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "out.json"
+    assert main(["--executor", "fake", "--workloads", "mix", "--json", str(file)]) == 0
+    result = json.loads(file.read_text())["workloads"][0]
+    assert f"{result['ratio']:.2f}x" in capsys.readouterr().out
