@@ -65,6 +65,8 @@ def _at_share(lengths: Sequence[int], share: float) -> int:
     return round(first + (last - first) * (share - low) / (high - low))
 
 
+_STEPS_PER_LINE = 500  # of progress on stderr
+
 WORKLOADS: dict[str, tuple[str, Callable[[], list[Length]]]] = {
     "long": (
         "3 x (one request of 800 tokens beside seven of 40), prompts of 16",
@@ -134,7 +136,9 @@ class Run:
         return self.tokens / self.seconds
 
 
-def serve(executor: Clocked, requests: Sequence[Request], limits: Limits, num_blocks: int, static: bool) -> Run:
+def serve(
+    executor: Clocked, requests: Sequence[Request], limits: Limits, num_blocks: int, static: bool, name: str
+) -> Run:
     """All requests are there at the start; this is the only place where the two ways differ."""
     scheduler = Scheduler(limits, executor.block_size, num_blocks)
     together = limits.batch_size if static else len(requests)
@@ -145,7 +149,11 @@ def serve(executor: Clocked, requests: Sequence[Request], limits: Limits, num_bl
         while scheduler.has_work:
             plan = scheduler.plan(executor.now())
             tokens += len(scheduler.commit(plan, executor.run(plan)))
-    return Run(executor.now() - started, tokens, scheduler.counters.steps)
+            if scheduler.counters.steps % _STEPS_PER_LINE == 0:
+                _progress(name, Run(executor.now() - started, tokens, scheduler.counters.steps))
+    run = Run(executor.now() - started, tokens, scheduler.counters.steps)
+    _progress(name, run)
+    return run
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +184,8 @@ def compare(executor: Clocked, name: str, batch_size: int, repeats: int) -> Comp
                 Request(next(ids), [draw.randrange(executor.vocab_size) for _ in range(length.prompt)], length.output)
                 for length in lengths
             ]
-            runs[static].append(serve(executor, requests, limits, num_blocks, static))
-            _progress(name, "static" if static else "continuous", repeat, runs[static][-1])
+            way = f"{name}, {'static' if static else 'continuous'}, repeat {repeat + 1}"
+            runs[static].append(serve(executor, requests, limits, num_blocks, static, way))
     expected = sum(length.output for length in lengths)
     if any(run.tokens != expected for both in runs.values() for run in both):
         raise RuntimeError(f"{name}: a run did not draw the {expected} tokens asked for")
@@ -201,10 +209,9 @@ def blocks_needed(block_size: int, batch_size: int) -> int:
     return batch_size * -(-longest // block_size)
 
 
-def _progress(workload: str, way: str, repeat: int, run: Run) -> None:
+def _progress(name: str, run: Run) -> None:
     print(
-        f"{workload:12} {way:10} repeat {repeat + 1}: {run.tokens} tokens in {run.steps} steps, {run.seconds:.1f} s, "
-        f"{run.tokens_per_second:.1f} tokens/s",
+        f"{name}: {run.tokens} tokens in {run.steps} steps, {run.seconds:.1f} s, {run.tokens_per_second:.1f} tokens/s",
         file=sys.stderr,
         flush=True,
     )

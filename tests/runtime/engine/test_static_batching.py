@@ -11,7 +11,7 @@ from e2e.bench.static_batching import StepLaw, compare, main, mix
 def test_both_ways_draw_the_same_tokens_and_continuous_wins() -> None:
     result = compare(StepLaw(), "long", batch_size=8, repeats=2)
     assert result.tokens == 3 * (800 + 7 * 40)
-    # Static: the long request of each group, one after the other. Continuous: the second long request takes a place that
+    # Static: the long request of each group in turn. Continuous: the second long request takes a place that
     # the short ones leave after 40 steps, the third one after 80.
     assert (result.static_steps, result.continuous_steps) == (3 * 800, 80 + 800)
     assert result.ratio > 2
