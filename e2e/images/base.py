@@ -37,7 +37,6 @@ NOT_IN_IMAGES = (
     "usr/share/bug",
     "usr/share/info",
 )
-RECIPE = "1"  # raised when rootfs() changes what it makes
 
 
 def build_pause(store: Store, progress: Progress) -> Path:
@@ -104,16 +103,18 @@ def _apt(settings: Settings, *arguments: str) -> str:
 
 
 def _python_packages(settings: Settings) -> list[Package]:
-    packages = [package for package in parse_simulation(_apt(settings, "--simulate")) if package.name not in UNWANTED]
-    if not any(re.fullmatch(r"python3\.\d+-minimal", package.name) for package in packages):
-        raise Failure(
-            "apt-get names no Python among the packages for the base image: run `apt-get update` and try again"
-        )
-    return packages
+    """Asked of apt again only when its lists have changed: that takes a second or two."""
+    lists = [f"{file.name} {file.stat().st_mtime_ns}" for file in sorted(Path("/var/lib/apt/lists").glob("*Packages*"))]
+    answer = settings.cache / "debs" / f"simulation-{digest(*PYTHON_PACKAGES, *lists)[:12]}.txt"
+    if not answer.exists():
+        simulation = _apt(settings, "--simulate")
+        python_version(parse_simulation(simulation))
+        write(answer, simulation)
+    return [package for package in parse_simulation(answer.read_text()) if package.name not in UNWANTED]
 
 
 def python_version(packages: list[Package]) -> str:
-    """The minor version of Python among packages, for example 3.11."""
+    """The minor version of Python among packages, for example 3.11. Raises Failure unless there is exactly one."""
     names = [found[1] for package in packages if (found := re.fullmatch(r"python(3\.\d+)-minimal", package.name))]
     if len(names) != 1:
         raise Failure(f"expected one version of Python among the base image's packages, found {names or 'none'}")
@@ -193,9 +194,18 @@ class Base:
 
 def build_python(store: Store, progress: Progress) -> Base:
     """The base image localhost/busload-python, in buildah's store and as an archive (tests run it as a plain pod)."""
+    try:
+        return _build_python(store, progress)
+    except Failure as error:
+        progress.note(f"{error}\nthe machine's package lists may be missing or old: updating them, then once more")
+        run(["apt-get", "-qq", "update"])
+        return _build_python(store, progress)
+
+
+def _build_python(store: Store, progress: Progress) -> Base:
     packages = _python_packages(store.settings)
     version, codename = python_version(packages), os_release().get("VERSION_CODENAME", "unknown")
-    key = digest(RECIPE, Path(__file__), PYTHON_DOCKERFILE, *(package.file for package in packages))
+    key = digest(Path(__file__), PYTHON_DOCKERFILE, *(package.file for package in packages))
     reference = f"localhost/busload-python:{version}-{codename}"
     if not (store.is_current(reference, key) and store.has(reference)):
         with progress.step(f"{reference} built"):

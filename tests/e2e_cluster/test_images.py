@@ -1,0 +1,238 @@
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from e2e.cluster import containers
+from e2e.cluster.settings import Settings
+from e2e.cluster.shell import Failure, Progress, write
+from e2e.images import app, base, deliver, wheels
+from e2e.images.store import Store, digest
+
+LOCK = """\
+# made by a tool
+colorama==0.4.6 ; sys_platform == 'win32' \\
+    --hash=sha256:aa
+    # via click
+numpy==2.4.6 ; python_full_version < '3.12' \\
+    --hash=sha256:bb \\
+    --hash=sha256:cc
+numpy==2.5.5 ; python_full_version >= '3.12' \\
+    --hash=sha256:dd
+uvloop==0.23.0 ; platform_python_implementation == 'CPython' \\
+    --hash=sha256:ee
+click==8.5.1 \\
+    --hash=sha256:ff
+    # via
+    #   typer
+"""
+
+
+def requirements(text: str) -> dict[str, int]:
+    """Requirement -> number of hashes, as pip would read it: lines continued by backslashes."""
+    lines = text.replace("\\\n", " ").splitlines()
+    return {line.split()[0]: line.count("--hash=") for line in lines}
+
+
+def test_lock_for_one_python() -> None:
+    old, new = wheels.for_python(LOCK, "3.11"), wheels.for_python(LOCK, "3.13")
+    assert requirements(old) == {"numpy==2.4.6": 2, "uvloop==0.23.0": 1, "click==8.5.1": 1}
+    assert requirements(new) == {"numpy==2.5.5": 1, "uvloop==0.23.0": 1, "click==8.5.1": 1}
+    assert ";" not in old
+
+
+@pytest.mark.parametrize("lock", [*wheels.LOCKS.values(), wheels.MODEL_LOCK, wheels.TOOLS_LOCK])
+def test_locks_have_hashes_and_no_addresses(lock: Path) -> None:
+    text = lock.read_text()
+    assert "://" not in text
+    for python in ("3.11", "3.12", "3.13"):
+        found = requirements(wheels.for_python(text, python))
+        assert found
+        assert all(found.values())
+
+
+def test_images_carry_what_they_need_and_no_more() -> None:
+    names = {
+        name: {line.split("==")[0] for line in requirements(wheels.for_python(lock.read_text(), "3.11"))}
+        for name, lock in wheels.LOCKS.items()
+    }
+    assert {"numpy", "tokenizers", "uvicorn", "pyzmq"} <= names["runtime"]
+    assert {"kopf", "kubernetes", "aiohttp"} <= names["operator"]
+    assert not {"torch", "kopf", "kubernetes", "llama-cpp-python"} & names["runtime"]
+    assert not {"torch", "numpy", "tokenizers"} & names["operator"]
+
+
+SIMULATION = """\
+Reading package lists...
+Inst zlib1g (1:1.2.13.dfsg-1 Debian:12.12/oldstable [amd64])
+Inst python3.11-minimal (3.11.2-6+deb12u9 Debian-Security:12/oldstable-security [amd64]) []
+Inst media-types (10.0.0 Debian:12.12/oldstable [all])
+Inst libc6:amd64 (2.36-9 Debian:12.12/oldstable, Debian-Security:12 [amd64])
+Conf zlib1g (1:1.2.13.dfsg-1 Debian:12.12/oldstable [amd64])
+"""
+
+
+def test_packages_as_apt_names_their_files() -> None:
+    found = base.parse_simulation(SIMULATION)
+    assert [package.file for package in found] == [
+        "zlib1g_1%3a1.2.13.dfsg-1_amd64.deb",
+        "python3.11-minimal_3.11.2-6+deb12u9_amd64.deb",
+        "media-types_10.0.0_all.deb",
+        "libc6_2.36-9_amd64.deb",
+    ]
+    assert base.python_version(found) == "3.11"
+    with pytest.raises(Failure, match="expected one version of Python"):
+        base.python_version(found[:1])
+
+
+def test_digest_sees_names_contents_and_modes(tmp_path: Path) -> None:
+    write(tmp_path / "a" / "x", "1")
+    first = digest(tmp_path / "a")
+    write(tmp_path / "a" / "__pycache__" / "x.pyc", "compiled")
+    assert digest(tmp_path / "a") == first
+    (tmp_path / "a" / "x").chmod(0o755)
+    second = digest(tmp_path / "a")
+    write(tmp_path / "a" / "x", "2", mode=0o755)
+    third = digest(tmp_path / "a")
+    (tmp_path / "a" / "x").rename(tmp_path / "a" / "y")
+    assert len({first, second, third, digest(tmp_path / "a")}) == 4
+    assert digest("ab", "c") != digest("a", "bc")
+
+
+def test_a_change_of_code_touches_only_the_last_step(tmp_path: Path) -> None:
+    steps = {"model": tmp_path / "model-1", "dependencies": tmp_path / "deps-1", "code": tmp_path / "code"}
+    for folder in (*steps.values(), tmp_path / "pip"):
+        write(folder / f"{folder.name}.whl", "one")
+    write(tmp_path / "pip" / "pip-1.whl", "pip")
+    inputs = app.Inputs(tmp_path / "pip", steps, {"model": "m==1\n", "dependencies": "d==1\n"})
+    before = inputs.keys()
+    write(steps["code"] / "code.whl", "two")
+    after = inputs.keys()
+    assert {name for name in after if before[name] != after[name]} == {"CODE_KEY"}
+    context = tmp_path / "context"
+    inputs.lay_out(context)
+    assert sorted(str(file.relative_to(context)) for file in context.rglob("*") if file.is_file()) == [
+        "code/code.whl", "dependencies/deps-1.whl", "dependencies/requirements.lock", "model/model-1.whl",
+        "model/requirements.lock", "pip/install.py", "pip/pip-1.whl",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", app.NAMES)
+def test_dockerfile_mounts_the_folders_and_declares_the_keys_that_the_build_passes(name: str) -> None:
+    steps = ("model", "dependencies", "code") if name == "runtime" else ("dependencies", "code")
+    text = app.dockerfile(name).read_text()
+    declared = [line.split()[1].split("=")[0] for line in text.splitlines() if line.startswith("ARG ")]
+    assert declared == ["BASE", *(f"{step.upper()}_KEY" for step in steps)]
+    for step in steps:
+        assert text.count(f"source={step},target=/mnt/wheels") == 1
+
+
+def test_an_archive_is_current_only_with_its_key(tmp_path: Path) -> None:
+    store = Store(Settings(tmp_path, tmp_path / "state"))
+    archive = store.archive("localhost/busload-runtime:dev")
+    assert archive == tmp_path / "images" / "busload-runtime-dev.tar"
+    write(archive.with_suffix(".key"), "k1")
+    assert not store.is_current("localhost/busload-runtime:dev", "k1")
+    write(archive, "")
+    assert store.is_current("localhost/busload-runtime:dev", "k1")
+    assert not store.is_current("localhost/busload-runtime:dev", "k2")
+
+
+def docker_archive(file: Path, manifest: object) -> Path:
+    data = json.dumps(manifest).encode()
+    with tarfile.open(file, "w") as tar:
+        member = tarfile.TarInfo("manifest.json")
+        member.size = len(data)
+        tar.addfile(member, io.BytesIO(data))
+    return file
+
+
+def test_names_in_an_archive(tmp_path: Path) -> None:
+    good = docker_archive(tmp_path / "a.tar", [{"RepoTags": ["localhost/a:1", "localhost/a:2"]}])
+    assert containers.references(good) == ["localhost/a:1", "localhost/a:2"]
+    with pytest.raises(Failure, match="an image without a name"):
+        containers.references(docker_archive(tmp_path / "b.tar", [{"RepoTags": None}]))
+    write(tmp_path / "c.tar", "text")
+    for wrong in ("c.tar", "missing.tar"):
+        with pytest.raises(Failure, match="is no docker-archive"):
+            containers.references(tmp_path / wrong)
+
+
+def test_load_skips_what_the_node_has_and_imports_what_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(tmp_path, tmp_path / "state")
+    imported: list[str] = []
+    present: list[str] = []
+
+    def ctr(_: Settings, *arguments: object, check: bool = True) -> str:
+        if arguments[:2] == ("images", "import"):
+            imported.append(Path(str(arguments[-1])).name)
+            present.append("localhost/a:1")
+        return "\n".join(present)
+
+    monkeypatch.setattr(containers, "ctr", ctr)
+    archive = docker_archive(tmp_path / "a.tar", [{"RepoTags": ["localhost/a:1"]}])
+    for _ in range(2):
+        containers.load(settings, [archive], Progress())
+    assert imported == ["a.tar"]
+    docker_archive(archive, [{"RepoTags": ["localhost/a:1"], "Layers": ["new"]}])
+    containers.load(settings, [archive], Progress())
+    assert imported == ["a.tar"] * 2
+    present.clear()  # removed behind our back
+    containers.load(settings, [archive], Progress())
+    assert imported == ["a.tar"] * 3
+
+
+def view(name: str, provider: str | None = None) -> str:
+    extensions = [{"name": "cluster_info", "extension": {"provider": provider}}] if provider else None
+    return json.dumps({"current-context": name, "clusters": [{"name": "c", "cluster": {"extensions": extensions}}]})
+
+
+@pytest.mark.parametrize(
+    ("context", "expected"),
+    [
+        (view("kind-dev"), ["kind", "load", "image-archive", "/i.tar", "--name", "dev"]),
+        (view("k3d-dev"), ["k3d", "image", "import", "/i.tar", "--cluster", "dev"]),
+        (view("mine", "minikube.sigs.k8s.io"), ["minikube", "--profile", "mine", "image", "load", "/i.tar"]),
+        (view("prod-eu"), None),
+        (view("kindergarten"), None),
+    ],
+)
+def test_how_a_local_cluster_gets_images(context: str, expected: list[str] | None) -> None:
+    found = deliver.loader(deliver.parse_context(context))
+    assert (found and [found[0], *found[1](Path("/i.tar"))]) == expected
+
+
+def test_no_current_context_is_said() -> None:
+    with pytest.raises(Failure, match="no current context"):
+        deliver.parse_context('{"kind": "Config", "clusters": null}')
+
+
+def test_a_cluster_that_cannot_load_needs_a_registry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake = tmp_path / "kubectl"
+    write(fake, f"#!/bin/sh\ncat <<'E'\n{view('prod-eu')}\nE\n", mode=0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("REGISTRY", raising=False)
+    image = deliver.Image("localhost/busload-runtime:dev", tmp_path / "x.tar")
+    with pytest.raises(Failure, match=r"'prod-eu' is no kind, minikube or k3d cluster.*set REGISTRY="):
+        deliver.to_current(Store(Settings(tmp_path, tmp_path)), [image], Progress())
+    write(fake, f"#!/bin/sh\ncat <<'E'\n{view('kind-x')}\nE\n", mode=0o755)
+    with pytest.raises(Failure, match="is a kind cluster, but kind is not on PATH"):
+        deliver.to_current(Store(Settings(tmp_path, tmp_path)), [image], Progress())
+    write(tmp_path / "kind", f'#!/bin/sh\necho "$@" > {tmp_path}/called\n', mode=0o755)
+    deliver.to_current(Store(Settings(tmp_path, tmp_path)), [image], Progress())
+    assert (tmp_path / "called").read_text() == f"load image-archive {tmp_path}/x.tar --name x\n"
+
+
+def test_push_arguments() -> None:
+    image = "localhost/busload-runtime:dev"
+    assert deliver.push_arguments(image, "ghcr.io/me/") == [
+        "push", "--quiet", image, "docker://ghcr.io/me/busload-runtime:dev",
+    ]  # fmt: skip
+    assert deliver.push_arguments(image, "127.0.0.1:5000")[2:] == [
+        "--tls-verify=false", image, "docker://127.0.0.1:5000/busload-runtime:dev",
+    ]  # fmt: skip
+    for wrong in ("https://ghcr.io/me", "/"):
+        with pytest.raises(Failure, match="must be HOST"):
+            deliver.push_arguments(image, wrong)
