@@ -82,7 +82,7 @@ def _run(link: Link, options: argparse.Namespace, load: LoadExecutor) -> int:
         return 0
     except Exception as error:
         traceback.print_exc()
-        link.send(Failed(f"an engine step failed: {type(error).__name__}: {_one_line(error)}"))
+        link.send(Failed(f"the engine failed: {type(error).__name__}: {_one_line(error)}"))
     return 1
 
 

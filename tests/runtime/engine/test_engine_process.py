@@ -219,7 +219,7 @@ def test_a_request_that_cannot_run_is_answered(start: Start) -> None:
             2,
             "no memory is left for the KV cache: 2 MiB budget (--memory) - 1 MiB weights",
         ),
-        ("step", (), 1, "an engine step failed: FloatingPointError: scripted fault"),
+        ("step", (), 1, "the engine failed: FloatingPointError: scripted fault"),
     ],
 )
 def test_failures_say_why_in_one_line(start: Start, fault: str, flags: tuple[str, ...], code: int, text: str) -> None:
@@ -234,6 +234,16 @@ def test_failures_say_why_in_one_line(start: Start, fault: str, flags: tuple[str
     assert text in message.error
     assert "\n" not in message.error
     assert peer.process.wait(10) == code
+
+
+def test_a_message_it_cannot_read_ends_it_with_a_reason(start: Start) -> None:
+    peer = start()
+    peer.ready()
+    peer.socket.send(b"\x93 no such message")
+    message = peer.receive()
+    assert isinstance(message, Failed)
+    assert "the engine failed: " in message.error
+    assert peer.process.wait(10) == 1
 
 
 def test_signals_are_ignored_and_the_closed_socket_ends_it(start: Start) -> None:
