@@ -1,5 +1,6 @@
 """Chooses at most one change. Settings come before replicas: they cost nothing and work within seconds."""
 
+import math
 from dataclasses import replace
 
 from busload_operator.tuning import words
@@ -122,7 +123,7 @@ def _lower(s: Situation) -> Candidate | str | None:
 def _lower_batch(s: Situation) -> Candidate | None:
     now, bounds = s.inputs.limits.batch_size, s.inputs.bounds
     peak = max(u.running_per_pod for u in s.state.usage)
-    floor = max(bounds.batch_size.clamp(bounds.batch_size_initial), round(2 * peak))
+    floor = max(bounds.batch_size.clamp(bounds.batch_size_initial), math.ceil(2 * peak))
     after = max(floor, now // 2)
     if after > SMALLER * now:
         return None

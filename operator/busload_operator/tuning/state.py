@@ -55,6 +55,8 @@ class Pending:
     tokens_per_second_before: float | None
     """Of all ready pods while there was load; None: there was none."""
     inter_token_before: float | None
+    prefill_before: float
+    """Prompt tokens per busy second in the same windows."""
     applied_at: float | None = None
     """When the pods were first seen with the new values."""
     quiet: int = 0

@@ -49,7 +49,7 @@ def step(state: State, inputs: Inputs) -> tuple[State, Result]:
 
     closed: tuple[Decision, ...] = ()
     if state.pending is not None:
-        state, closed, target = _verify(state, state.pending, inputs, picture, missed, target)
+        state, closed, target = _verify(state, state.pending, inputs, picture, law, missed, target)
     hold = _hold(state, inputs, picture, target)
     decision: Decision | None = None
     if situation is not None and not closed:
@@ -180,14 +180,20 @@ def _within(limits: Limits, bounds: Bounds) -> Limits:
 
 
 def _verify(
-    state: State, pending: Pending, inputs: Inputs, picture: Picture, missed: bool, target: _Target
+    state: State,
+    pending: Pending,
+    inputs: Inputs,
+    picture: Picture,
+    law: Law | None,
+    missed: bool,
+    target: _Target,
 ) -> tuple[State, tuple[Decision, ...], _Target]:
     """Follows the change on trial; when it is put back, the old limits are the new target."""
     if inputs.mode is not Mode.AUTO:
         outcome = Outcome(Verdict.INCONCLUSIVE, pending.tokens_per_second_before, None, f"tuning is {inputs.mode} now.")
         judged = Judgement(None, replace(pending.decision, outcome=outcome))
     else:
-        judged = follow(pending, inputs, picture, missed)
+        judged = follow(pending, inputs, picture, law, missed)
     state = replace(state, pending=judged.pending)
     if judged.startup_seconds is not None:
         state = replace(state, startup_seconds=judged.startup_seconds)
@@ -252,7 +258,8 @@ def _change(
     )
     if s.inputs.mode is Mode.RECOMMEND:
         return _recommend(state, decision, target)
-    tokens, itl = _before(s)
+    before = _before(s)
+    tokens = before.tokens_per_second / before.pods * s.ready if before is not None else None
     decision = replace(decision, outcome=Outcome(Verdict.PENDING, tokens))
     interrupted: tuple[Decision, ...] = ()
     if state.pending is not None:
@@ -266,7 +273,8 @@ def _change(
         replicas_before=s.inputs.replicas,
         replicas_after=found.replicas,
         tokens_per_second_before=tokens,
-        inter_token_before=itl,
+        inter_token_before=before.itl if before is not None else None,
+        prefill_before=before.prefill_per_busy_second if before is not None else 0.0,
     )
     state = replace(
         state, next_id=state.next_id + 1, pending=pending, changed_at=now, streak=Streak(), usage=(), restored=None
@@ -274,15 +282,14 @@ def _change(
     return state, decision, interrupted, _Target(found.limits, found.replicas), None
 
 
-def _before(s: Situation) -> tuple[float | None, float | None]:
-    """Tokens per second of all ready pods, and seconds per token, while there was load before a change. The window in
-    which the queue began is not among it, unless it was loaded from its start."""
+def _before(s: Situation) -> View | None:
+    """The service under load before a change. The window in which the queue began is not part of it, unless it was
+    loaded from its start."""
     streak = s.state.streak
     windows = (w for w in s.state.windows if w.start >= streak.since and w.generation >= s.inputs.generation)
-    seen = view(w for w in windows if w.end > streak.first_end or w.loaded)
-    if streak.phase is Phase.CALM or seen is None:
-        return None, None
-    return seen.tokens_per_second / seen.pods * s.ready, seen.itl
+    if streak.phase is Phase.CALM:
+        return None
+    return view(w for w in windows if w.end > streak.first_end or w.loaded)
 
 
 def _recommend(

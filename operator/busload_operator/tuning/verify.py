@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 
 from busload_operator.tuning import words
 from busload_operator.tuning.diagnose import IDLE_BATCH
+from busload_operator.tuning.fit import MAX_ERROR
 from busload_operator.tuning.observe import Picture
 from busload_operator.tuning.state import Pending, Refused
-from busload_operator.tuning.types import Decision, Inputs, Knob, Outcome, Reason, Verdict
+from busload_operator.tuning.types import Decision, Inputs, Knob, Law, Outcome, Reason, Verdict
 from busload_operator.tuning.window import PodWindow, view
 
 APPLY_SECONDS = 60.0
@@ -21,8 +22,9 @@ JUDGE_SECONDS = 120.0
 """In which a setting is judged, on whatever was seen."""
 LOADED_STEPS = 3
 """Windows per pod under load that a comparison needs."""
-LOADED_SECONDS_KV = 30.0
-"""And for the KV fraction so many seconds: with preemptions throughput comes in waves."""
+COMPARED_SECONDS = 30.0
+"""The newest seconds that are compared; a change of the KV fraction needs as many, because with preemptions throughput
+comes in waves."""
 LOADED_STEPS_AT_LEAST = 2
 """The same when the load ends early."""
 QUIET_STEPS = 3
@@ -46,7 +48,7 @@ class Judgement:
     startup_seconds: float | None = None
 
 
-def follow(pending: Pending, inputs: Inputs, picture: Picture, missed: bool) -> Judgement:
+def follow(pending: Pending, inputs: Inputs, picture: Picture, law: Law | None, missed: bool) -> Judgement:
     """One step further. `missed`: the wait in this step's windows is over the objective."""
     if inputs.limits != pending.limits_after or inputs.replicas != pending.replicas_after:
         if pending.applied_at is None and inputs.now - pending.decision.at <= APPLY_SECONDS:
@@ -59,7 +61,7 @@ def follow(pending: Pending, inputs: Inputs, picture: Picture, missed: bool) -> 
     pending = _collect(pending, picture)
     if pending.decision.knob is Knob.REPLICAS:
         return _follow_replicas(pending, inputs, picture)
-    return _follow_setting(pending, inputs, picture)
+    return _follow_setting(pending, inputs, picture, law)
 
 
 def _await(pending: Pending, inputs: Inputs, picture: Picture) -> Judgement:
@@ -111,33 +113,56 @@ def _per_pod(windows: tuple[PodWindow, ...]) -> list[int]:
     return list(Counter(w.pod for w in windows).values())
 
 
-def _follow_setting(pending: Pending, inputs: Inputs, picture: Picture) -> Judgement:
-    """Better is believed at once; worse or equal only on windows after the transient: while the new places are being
-    filled, prompts take the time of tokens."""
+def _follow_setting(pending: Pending, inputs: Inputs, picture: Picture, law: Law | None) -> Judgement:
+    """Better is believed at once; worse or equal only on windows after the transient, with prompts no heavier than
+    before: while new places are being filled, prompts take the time of tokens."""
     decision = pending.decision
     passed = inputs.now - decision.at
-    over = pending.quiet >= QUIET_STEPS or passed > JUDGE_SECONDS
     if passed < SETTLE_SECONDS:
         return Judgement(pending)
-    early = _enough(decision, pending.loaded)
-    judged = _compare(pending, inputs, picture, pending.loaded) if early else None
-    if judged is not None and judged.closed is not None and judged.closed.outcome.verdict is Verdict.CONFIRMED:
-        return judged
+    if _enough(decision, pending.loaded):
+        judged = _compare(pending, inputs, picture, pending.loaded)
+        if judged.closed is not None and judged.closed.outcome.verdict is Verdict.CONFIRMED:
+            return judged
     settled = tuple(w for w in pending.loaded if w.start >= decision.at + TRANSIENT_SECONDS)
-    if _enough(decision, settled):
-        return _compare(pending, inputs, picture, settled)
-    if not over:
+    recent = _newest(settled)
+    if _enough(decision, recent) and _more_prefill(pending, recent, law) <= BAND:
+        return _compare(pending, inputs, picture, recent)
+    if pending.quiet < QUIET_STEPS and passed <= JUDGE_SECONDS:
         return Judgement(pending)
     if _steps(pending.loaded) < LOADED_STEPS_AT_LEAST:
         return _close(pending, Verdict.INCONCLUSIVE, "the load ended before it could be judged; it is kept")
-    return judged or _compare(pending, inputs, picture, pending.loaded)
+    if (heavier := _more_prefill(pending, pending.loaded, law)) > BAND:
+        share = words.percent(heavier)
+        text = f"prompts took {share} more of the step time than before, so it cannot be compared; it is kept"
+        return _close(pending, Verdict.INCONCLUSIVE, text)
+    return _compare(pending, inputs, picture, pending.loaded)
+
+
+def _newest(windows: tuple[PodWindow, ...]) -> tuple[PodWindow, ...]:
+    """Those of the last seconds, more where scrapes are rare."""
+    if not windows:
+        return ()
+    late = tuple(w for w in windows if w.end > windows[-1].end - COMPARED_SECONDS)
+    if _steps(late) >= LOADED_STEPS:
+        return late
+    return windows[-LOADED_STEPS * len({w.pod for w in windows}) :]
+
+
+def _more_prefill(pending: Pending, windows: tuple[PodWindow, ...], law: Law | None) -> float:
+    """By how much the share of step time that goes to prompts has grown since before the change, by the law; 0 while
+    the law fits too badly to say."""
+    seen = view(windows)
+    if law is None or seen is None or law.error > MAX_ERROR:
+        return 0.0
+    return law.d * (seen.prefill_per_busy_second - pending.prefill_before)
 
 
 def _enough(decision: Decision, windows: tuple[PodWindow, ...]) -> bool:
     if _steps(windows) < LOADED_STEPS:
         return False
     if decision.knob is Knob.KV_CACHE_PERCENT:
-        return windows[-1].end - windows[0].start >= LOADED_SECONDS_KV
+        return windows[-1].end - windows[0].start >= COMPARED_SECONDS
     return True
 
 

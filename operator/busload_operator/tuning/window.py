@@ -212,6 +212,7 @@ class View:
     prefill_per_token: float
     """Prompt tokens computed per sampled token."""
     prefill_per_step: float
+    prefill_per_busy_second: float
     preemptions: float
     ttft: float | None
     itl: float | None
@@ -254,6 +255,7 @@ def view(windows: Iterable[PodWindow]) -> View | None:
         kv_per_request=_ratio(total("kv_token_seconds"), total("batch_seconds")),
         prefill_per_token=_ratio(total("prefill_tokens"), total("generated_tokens")),
         prefill_per_step=_ratio(total("prefill_tokens"), total("steps")),
+        prefill_per_busy_second=_ratio(total("prefill_tokens"), total("busy_seconds")),
         preemptions=total("preemptions"),
         ttft=_mean(total("ttft_sum"), total("ttft_count")),
         itl=_mean(total("itl_sum"), total("itl_count")),

@@ -314,19 +314,24 @@ def test_no_data_no_move(tamper: object) -> None:
 
 
 def test_filling_a_large_batch_is_not_taken_for_its_throughput() -> None:
-    """128 new places with prompts of 300 tokens: for ten seconds steps are mostly prefill, then 128 -> 256 pays."""
+    """With 128 new places steps are mostly prefill for half a minute; only then 128 -> 256 shows what it brings."""
     service = Service(
-        law=StepLaw(a=0.2, b=0.001, d=0.0002),
+        law=StepLaw(a=0.2, b=0.001),
         limits=replace(LIMITS, batch_size=128),
         bounds=replace(BOUNDS, batch_size=Range(1, 256), replicas=Range(1, 1)),
         objectives=Objectives(2.0, 2.0),
         blocks=65_536,
     )
-    service.client_request = (300, 256)
+    service.client_request = (64, 512)
+    service.clients = 128
+    service.run(100)
     service.clients = 600
-    service.run(120)
+    service.run(150)
+    first = service.decisions[0]
+    assert first.after == 256
+    assert service.tokens_per_second(first.at + 4, first.at + 16) < 0.9 * (first.outcome.tokens_per_second_before or 0)
+    assert first.outcome.verdict is Verdict.CONFIRMED
     assert service.limits.batch_size == 256
-    assert service.decisions[0].outcome.verdict is not Verdict.ROLLED_BACK
 
 
 def test_data_that_ends_stops_everything_and_resumes() -> None:
