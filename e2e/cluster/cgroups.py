@@ -70,7 +70,8 @@ def _move_processes(source: Path, target: Path) -> None:
 
 def remove(name: str, root: Path = CGROUPS) -> None:
     """Removes the cgroup and all below it, deepest first. Waits, because a killed process leaves its cgroup late."""
-    groups = [tree / name for tree in trees(root) if (tree / name).is_dir()]
+    # runc makes it in a hybrid machine's unified tree as well, which is none of ours.
+    groups = [tree / name for tree in (root, *root.iterdir()) if (tree / name).is_dir() and not tree.is_symlink()]
 
     def gone() -> bool:
         for group in groups:
