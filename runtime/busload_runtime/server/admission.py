@@ -48,9 +48,13 @@ class Admission:
             return self._engine_running
         return self.limits.batch_size
 
-    def take(self, count: int) -> None:
-        """Takes `count` seats. Raises `ApiError`: 503 when draining, 429 when the queue is full."""
-        if self.draining:
+    def take(self, count: int, held: int = 0) -> None:
+        """Takes `count` seats for a request that holds `held` already.
+
+        Raises `ApiError`: 503 when draining (for the first seat only), 429 when the queue is full, 400 when the
+        request could not fit even an empty queue.
+        """
+        if self.draining and not held:
             raise ApiError(
                 503,
                 "this replica is shutting down; send the request again, another replica takes it",
@@ -58,14 +62,14 @@ class Admission:
                 reason="draining",
                 retry_after=1,
             )
-        bound = self.seats + self.limits.max_queued_requests
-        if count > self.limits.batch_size + self.limits.max_queued_requests:
+        largest = self.limits.batch_size + self.limits.max_queued_requests
+        if held + count > largest:
             raise invalid(
-                f"the request asks for {count} sequences (prompts times n), at most "
-                f"{self.limits.batch_size + self.limits.max_queued_requests} fit batch and queue; split it",
+                f"the request asks for {held + count} sequences (prompts times n), batch and queue hold {largest}; "
+                "split it",
                 "n",
             )
-        if self.live + count > bound:
+        if self.live + count > self.seats + self.limits.max_queued_requests:
             waiting = max(0, self.live - self.seats)
             raise self._full(f"{waiting} requests wait, the queue holds {self.limits.max_queued_requests}")
         self.live += count

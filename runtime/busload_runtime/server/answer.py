@@ -86,14 +86,14 @@ class _Call(Generic[Body]):
         try:
             body = decode_request(await _read_body(self.request, self.service.max_body_bytes), self.endpoint.body)
             self.service.check_model(body.model)
+            choices = body.num_choices()
+            if choices > 1:
+                self.service.admission.take(choices - 1, held=1)
+            seats = choices
             receive = self.request.receive
             prompts = await until_disconnect(
                 receive, self.endpoint.tokenise(body, text, self.service.limits.max_sequence_length)
             )
-            choices = len(prompts) * (body.n or 1)
-            if choices > 1:
-                self.service.admission.take(choices - 1)
-            seats = choices
             self._submit(body, prompts, text, ready)
             if not body.stream:
                 return await until_disconnect(receive, self._whole(body))

@@ -10,22 +10,20 @@ from busload_runtime.server.tokenise import PromptEncoder
 
 
 async def _tokenise(body: CompletionRequest, text: PromptEncoder, limit: int) -> list[list[int]]:
-    if isinstance(body.prompt, str):
-        return [await text.encode(body.prompt, limit, "prompt")]
-    if not body.prompt:
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return await text.encode({"prompt": prompt}, limit)
+    if not prompt:
         raise invalid("prompt is empty; give at least one token", "prompt")
-    if isinstance(body.prompt[0], int):
-        return [_token_ids(body.prompt, text, limit, "prompt")]
-    prompts = []
-    for i, item in enumerate(body.prompt):
-        if type(item) is not type(body.prompt[0]) or isinstance(item, int):
-            raise invalid("prompt mixes kinds; give a text, texts, token ids, or lists of token ids", "prompt")
-        param = f"prompt[{i}]"
-        if isinstance(item, str):
-            prompts.append(await text.encode(item, limit, param))
-        else:
-            prompts.append(_token_ids(item, text, limit, param))
-    return prompts
+    if isinstance(prompt[0], int):
+        return [_token_ids(prompt, text, limit, "prompt")]
+    texts = {f"prompt[{i}]": item for i, item in enumerate(prompt) if isinstance(item, str)}
+    if len(texts) == len(prompt):
+        return await text.encode(texts, limit)
+    lists = {f"prompt[{i}]": item for i, item in enumerate(prompt) if isinstance(item, list)}
+    if len(lists) == len(prompt):
+        return [_token_ids(ids, text, limit, param) for param, ids in lists.items()]
+    raise invalid("prompt mixes kinds; give a text, texts, token ids, or lists of token ids", "prompt")
 
 
 def _token_ids(ids: list[Any], text: PromptEncoder, limit: int, param: str) -> list[int]:

@@ -53,12 +53,20 @@ class Sampled(msgspec.Struct, kw_only=True, frozen=True):
     def token_limit(self) -> int | None:
         return self.max_tokens
 
+    def num_choices(self) -> int:
+        """Sequences that the request asks for."""
+        return self.n or 1
+
 
 class CompletionRequest(Sampled, kw_only=True, frozen=True):
     """`POST /v1/completions`."""
 
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
+
+    def num_choices(self) -> int:
+        several = isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
+        return (self.n or 1) * (len(self.prompt) if several else 1)
 
 
 class TextPart(msgspec.Struct, frozen=True):

@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from busload_runtime.model.chat import ChatError
 from busload_runtime.model.load import TextModel
 from busload_runtime.server.errors import invalid
 from busload_runtime.server.sampling import check_length
+
+T = TypeVar("T")
 
 # Below this a hand-over to a thread costs more than the work.
 _INLINE_BYTES = 4000
@@ -25,13 +27,15 @@ class PromptEncoder:
         longest = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
         self._bytes_per_token = max(1, longest) * _COMPOSITION_FACTOR
 
-    async def encode(self, prompt: str, limit: int, param: str) -> list[int]:
-        """Token ids of a text; `limit` is the longest sequence allowed."""
-        size = self._check_size(prompt, limit, param)
-        ids = await _run(size, lambda: self.model.tokenizer.encode(prompt, special=False))
-        if not ids:
-            raise invalid(f"{param} is empty; give at least one token", param)
-        return ids
+    async def encode(self, prompts: dict[str, str], limit: int) -> list[list[int]]:
+        """Token ids of texts, given by the name of their parameter; `limit` is the longest sequence allowed."""
+        size = sum(self._check_size(prompt, limit, param) for param, prompt in prompts.items())
+        encode = self.model.tokenizer.encode
+        encoded = await _run(size, lambda: [encode(prompt, special=False) for prompt in prompts.values()])
+        for param, ids in zip(prompts, encoded, strict=True):
+            if not ids:
+                raise invalid(f"{param} is empty; give at least one token", param)
+        return encoded
 
     async def encode_chat(self, messages: list[dict[str, Any]], limit: int) -> list[int]:
         """Token ids of a conversation in the model's own chat format."""
@@ -47,9 +51,9 @@ class PromptEncoder:
         if not ids:
             raise invalid(f"{param} is empty; give at least one token", param)
         vocab_size = self.model.tokenizer.vocab_size
-        for token in ids:
-            if type(token) is not int:
-                raise invalid(f"{param} mixes token ids with other values; got {str(token)[:40]!r}", param)
+        if set(map(type, ids)) != {int}:
+            raise invalid(f"{param} mixes token ids with other values", param)
+        for token in (min(ids), max(ids)):
             if not 0 <= token < vocab_size:
                 raise invalid(f"{param}: token id {token} is outside 0 to {vocab_size - 1}", param)
         return ids
@@ -68,5 +72,5 @@ class PromptEncoder:
         check_length(size // self._bytes_per_token, limit, param, exact=False)
 
 
-async def _run(size: int, work: Callable[[], list[int]]) -> list[int]:
+async def _run(size: int, work: Callable[[], T]) -> T:
     return work() if size <= _INLINE_BYTES else await asyncio.to_thread(work)

@@ -74,7 +74,7 @@ class LiveServer:
         self.http.close()
 
     def _wait_for_url(self) -> str:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             if found := re.search(r"is ready after .* at (http://\S+)/v1", self.log):
                 return found[1]

@@ -184,7 +184,8 @@ def test_default_and_too_large_max_tokens_use_the_room_that_is_left(tiny: LiveSe
         ({"model": "gpt-5"}, 404, "model_not_found", "model"),
         ({"temperature": -1}, 400, None, "temperature"),
         ({"logprobs": 3}, 400, "unsupported_parameter", "logprobs"),
-        ({"n": 16}, 400, None, "n"),
+        ({"n": 13}, 400, None, "n"),
+        ({"prompt": ["x"] * 13}, 400, None, "n"),
     ],
 )
 def test_bad_requests_say_what_is_wrong_and_harm_nothing(
@@ -235,14 +236,20 @@ def test_health_answers_while_a_long_prompt_is_tokenised(smol: LiveServer) -> No
                 statuses.append(http.get("/health/live").status_code)
                 time.sleep(0.02)
 
+    body = {"prompt": "wörds, 12 of them; " * 24_000, "max_tokens": 1}  # as large as is not refused by its size
     thread = threading.Thread(target=probe)
     thread.start()
     try:
-        response = smol.complete(prompt="wörds, 12 of them; " * 24_000, max_tokens=1)
+        eventually(lambda: statuses)
+        before = len(statuses)
+        response = smol.complete(**body)
+        answered_meanwhile = len(statuses) - before
     finally:
         done.set()
         thread.join()
     assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert "at least" not in response.json()["error"]["message"]  # it was really tokenised
+    assert answered_meanwhile >= 5
     assert set(statuses) == {200}
 
 
