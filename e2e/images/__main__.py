@@ -21,7 +21,7 @@ image is made of the distribution's own packages. Archives and everything else a
   .venv/bin/python -m e2e.images build                        both images
   .venv/bin/python -m e2e.images build --load embedded        and into the embedded cluster
   REGISTRY=ghcr.io/me .venv/bin/python -m e2e.images build --load current
-  .venv/bin/python -m e2e.images lock                         newer versions of all dependencies
+  .venv/bin/python -m e2e.images lock                         after a change of dependencies in pyproject.toml
   .venv/bin/python -m e2e.images context runtime /tmp/c --python 3.13 && docker build -f runtime/Dockerfile /tmp/c
 """
 
@@ -49,8 +49,8 @@ def build(settings: Settings, arguments: argparse.Namespace, progress: Progress)
     return 0
 
 
-def lock(_: Settings, __: argparse.Namespace, progress: Progress) -> int:
-    wheels.refresh_locks(progress)
+def lock(_: Settings, arguments: argparse.Namespace, progress: Progress) -> int:
+    wheels.refresh_locks(progress, upgrade=arguments.upgrade)
     return 0
 
 
@@ -79,8 +79,10 @@ def parser() -> argparse.ArgumentParser:
         "pushed to $REGISTRY where that is set)",
     )
     sub.set_defaults(function=build)
-    text = "Write all locks anew from pyproject.toml (needs uv)."
-    commands.add_parser("lock", help=text, description=text).set_defaults(function=lock)
+    text = "Bring all locks up to date with pyproject.toml (needs uv)."
+    sub = commands.add_parser("lock", help=text, description=text)
+    sub.add_argument("--upgrade", action="store_true", help="take the newest allowed version of every dependency")
+    sub.set_defaults(function=lock)
     text = "Fill a folder for `docker build -f NAME/Dockerfile FOLDER`."
     sub = commands.add_parser("context", help=text, description=text)
     sub.add_argument("name", choices=app.NAMES)

