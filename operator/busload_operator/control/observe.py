@@ -67,8 +67,8 @@ class Observer:
             service = read_service(live)
         except InvalidSpecError:
             return  # told by the reconcile; the children stay as they are
-        tuner.runs = _generations(samples)
         told = self._told(tuner)
+        tuner.runs = _generations(samples)
         tuner.observe(service, samples, self._clock())
         if told != self._told(tuner) or self._lags(tuner):
             self._queue.add(key)
@@ -97,6 +97,7 @@ class Observer:
             "decisions": tuner.decisions,
             "in_force": tuner.in_force,
             "overdue": tuner.overdue,
+            "lags": self._lags(tuner),
         }
 
     @staticmethod

@@ -176,13 +176,24 @@ def _reconciling(seen: Seen, here: Sequence[Object]) -> Object | None:
 
 
 def _rollout(seen: Seen) -> tuple[bool, int]:
-    """Whether the Deployment's controller has acted on what was applied, and how many pods of that are ready."""
-    status = (seen.deployment or {}).get("status") or {}
-    generation = (seen.deployment or {"metadata": {}})["metadata"].get("generation", 0)
-    if seen.failure or not seen.tuner.written or status.get("observedGeneration", -1) < generation:
+    """Whether the pods are those of the current generation of the spec, and how many of them are ready."""
+    child = seen.deployment
+    if child is None or seen.failure or not seen.tuner.written:
         return False, 0
+    status = child.get("status") or {}
     updated, total = status.get("updatedReplicas", 0), status.get("replicas", 0)
-    return updated == total, min(status.get("readyReplicas", 0), updated)
+    current = updated == total
+    if status.get("observedGeneration", -1) < child["metadata"].get("generation", 0):
+        # Its controller has not acted on our last write yet. A change of replicas alone leaves the pods as they were.
+        current = _was_ready(seen.service)
+    return current, min(status.get("readyReplicas", 0), updated)
+
+
+def _was_ready(service: Service) -> bool:
+    """Whether this very generation of the spec was told to be ready."""
+    old = service.live.get("status") or {}
+    ready = next((item for item in old.get("conditions") or [] if item["type"] == "Ready"), {})
+    return (ready.get("status"), ready.get("observedGeneration")) == ("True", service.generation)
 
 
 def _why_waiting(seen: Seen, here: Sequence[Object]) -> tuple[str, str]:

@@ -31,8 +31,8 @@ def running(client: Client) -> Callable[..., Any]:
     """A controller that runs while the block does; `end`: until it ends by itself."""
 
     @contextlib.asynccontextmanager
-    async def run(end: bool = False, **values: str) -> AsyncIterator[Controller]:
-        async with Scraper(timeout=0.3) as scraper:
+    async def run(end: bool = False, port: int = 1, **values: str) -> AsyncIterator[Controller]:
+        async with Scraper(timeout=0.3, port=port) as scraper:
             controller = Controller(client, settings(BUSLOAD_SCRAPE_SECONDS="0.2", **values), scraper)
             task = asyncio.create_task(controller.run())
             try:
