@@ -94,20 +94,20 @@ def _follow_phase(state: State, inputs: Inputs, picture: Picture) -> tuple[State
     wait, _ = wait_seconds(latest, _since(state, streak, inputs), state.output_length)
     missed = wait is not None and wait > inputs.objectives.time_to_first_token
     missed_since = (state.missed_since if state.missed_since is not None else inputs.now) if missed else None
-    usage = state.usage
-    if usage and inputs.now - usage[-1].at > MAX_GAP:
-        usage = ()
-    if picture.complete and picture.observed is not None:
-        now = Usage(
-            at=inputs.now,
-            running_per_pod=max(max(w.running_peak, w.batch) for w in picture.windows),
-            running=sum(max(w.running_peak, w.batch) for w in picture.windows),
-            queue=latest.queue,
-            tokens_per_second=picture.observed.tokens_per_second,
-        )
-        usage = (*(u for u in usage if u.at >= inputs.now - LOW_SECONDS - MAX_GAP), now)
+    usage = _record_use(state.usage, inputs.now, picture, latest)
     state = replace(state, seen_at=inputs.now, streak=streak, missed_since=missed_since, usage=usage)
     return state, missed
+
+
+def _record_use(usage: tuple[Usage, ...], now: float, picture: Picture, latest: View) -> tuple[Usage, ...]:
+    """The record of the last minutes with this step; only steps in which every ready pod speaks count."""
+    if usage and now - usage[-1].at > MAX_GAP:
+        usage = ()
+    if not picture.complete or picture.observed is None:
+        return usage
+    running = [max(w.running_peak, w.batch) for w in picture.windows]
+    kept = (u for u in usage if u.at >= now - LOW_SECONDS - MAX_GAP)
+    return (*kept, Usage(now, max(running), sum(running), latest.queue, picture.observed.tokens_per_second))
 
 
 def _phase(latest: View, inputs: Inputs) -> Phase:
@@ -140,10 +140,14 @@ def _situation(state: State, inputs: Inputs, picture: Picture, law: Law | None) 
 
 
 def _without_sight(state: State, picture: Picture) -> Diagnosis:
-    if not picture.blind and state.diagnosis is not None:
-        return state.diagnosis
+    known = state.diagnosis
+    if not picture.blind and known is not None and known.bottleneck not in (Bottleneck.STARTING, Bottleneck.STALE):
+        return known
     if not picture.ready:
         return Diagnosis(Bottleneck.STARTING, "No pod is ready yet.")
+    if picture.outdated:
+        pods = ", ".join(picture.outdated)
+        return Diagnosis(Bottleneck.STARTING, f"The limits in force are not yet those that {pods} runs.")
     if not state.windows and not picture.silent:
         return Diagnosis(Bottleneck.STARTING, "The first scrape has nothing to be compared with yet.")
     why = "; ".join(picture.silent) or "no usable window in time"
