@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from busload_runtime.server.service import Service
 
-# Asked for every few seconds by probes and scrapers: logged only when they fail.
+# Asked for every few seconds by probes and scrapers, and a 503 is one of their normal answers: not logged.
 _QUIET_PATHS = ("/health/", "/metrics")
 
 
@@ -60,7 +60,7 @@ class Edge:
             await self._app(scope, receive, send_marked)
         finally:
             self._service.open_responses -= 1
-            if status != 200 or not scope["path"].startswith(_QUIET_PATHS):
+            if status not in (200, 503) or not scope["path"].startswith(_QUIET_PATHS):
                 log_request(scope, status, trace)
 
 
