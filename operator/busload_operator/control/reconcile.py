@@ -88,6 +88,9 @@ class Reconciler:
         changed = not self._carries(service, document)
         try:
             desired = children(service.parsed, self._runtime, document, in_force.replicas)
+        except ValueError as error:  # a model source that admission would have refused
+            return Problem("InvalidSpec", str(error)), ""
+        try:
             await self._applier.apply(service.live, desired)
         except ForeignObjectError as error:
             return Problem("ForeignObject", str(error)), ""

@@ -55,7 +55,9 @@ def build(seen: Seen) -> Object:
     service, tuner = seen.service, seen.tuner
     old = service.live.get("status") or {}
     here = [pod for pod in seen.pods if not pod_words.is_leaving(pod)]
-    conditions = [_ready(seen, here), _reconciling(seen, here), _stalled(seen), _tuning(seen)]
+    # A stalled service is not on its way: whoever waits for it must learn that waiting is in vain.
+    progress = _stalled(seen) or _reconciling(seen, here)
+    conditions = [_ready(seen, here), progress, _tuning(seen)]
     body: Object = {
         "observedGeneration": service.generation,
         "replicas": len(here),
@@ -111,10 +113,16 @@ def differs(old: Object, new: Object) -> bool:
 
 def urgent(old: Object, new: Object) -> bool:
     """Whether the difference is more than a new reading of the instruments."""
-    return differs(
-        {name: value for name, value in old.items() if name not in _SLOW_FIELDS},
-        {name: value for name, value in new.items() if name not in _SLOW_FIELDS},
-    )
+    return differs(_without_readings(old), _without_readings(new))
+
+
+def _without_readings(status: Object) -> Object:
+    """What tuning waits for is told with numbers that move; that it waits, and why in one word, is no reading."""
+    conditions = [
+        {**item, "message": ""} if item["type"] == "Tuning" else item for item in status.get("conditions") or []
+    ]
+    rest = {name: value for name, value in status.items() if name not in _SLOW_FIELDS}
+    return {**rest, "conditions": conditions}
 
 
 def body(live: Object, status: Object) -> Object:
@@ -167,8 +175,6 @@ def _ready(seen: Seen, here: Sequence[Object]) -> Object:
 
 
 def _reconciling(seen: Seen, here: Sequence[Object]) -> Object | None:
-    if seen.problem:
-        return None
     current, ready = _rollout(seen)
     if current and ready == seen.tuner.in_force.replicas == len(here):
         return None
@@ -192,7 +198,7 @@ def _rollout(seen: Seen) -> tuple[bool, int]:
 def _was_ready(service: Service) -> bool:
     """Whether this very generation of the spec was told to be ready."""
     old = service.live.get("status") or {}
-    ready = next((item for item in old.get("conditions") or [] if item["type"] == "Ready"), {})
+    ready: Object = next((item for item in old.get("conditions") or [] if item["type"] == "Ready"), {})
     return (ready.get("status"), ready.get("observedGeneration")) == ("True", service.generation)
 
 
@@ -230,10 +236,11 @@ def _tuning(seen: Seen) -> Object:
     if result is None or (result.bottleneck is Bottleneck.STARTING and not seen.tuner.overdue):
         message = "waits for the first observations of a ready pod"
         return old.get("Tuning") or _condition("Tuning", False, "NoObservations", message)
+    if mode is Mode.RECOMMEND:
+        message = "spec.tuning.mode is Recommend: changes are only reported"
+        return _condition("Tuning", True, "Recommending", result.hold or message)
     if result.hold is not None:
         return _condition("Tuning", False, "Holding", result.hold)
-    if mode is Mode.RECOMMEND:
-        return _condition("Tuning", True, "Recommending", "spec.tuning.mode is Recommend: changes are only reported")
     return _condition("Tuning", True, "Observing", "settings follow the observed batch and queue")
 
 

@@ -1,6 +1,7 @@
 import copy
 import itertools
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -79,9 +80,13 @@ def decision(**changes: Any) -> Decision:
     values: dict[str, Any] = {
         "id": 4, "at": 1.0, "knob": Knob.BATCH_SIZE, "before": 4, "after": 8, "reason": Reason.WAIT_FROM_BATCH_LIMIT,
         "message": "m" * 3000, "inputs": (("batch", "3.9"),), "prediction": Prediction(102.3, 3.91, None, "law"),
-        "outcome": Outcome(Verdict.PENDING, 61.0), "applied": True, **changes,
+        "outcome": Outcome(Verdict.PENDING, 61.0, span_before=(0.5, 6.25)), "applied": True, **changes,
     }  # fmt: skip
     return Decision(**values)
+
+
+def wall(at: float) -> datetime:
+    return datetime.fromtimestamp(1_800_000_000 + at, UTC)
 
 
 def test_a_settled_service_is_ready_and_nothing_else() -> None:
@@ -257,6 +262,10 @@ def test_readings_may_wait_and_conditions_may_not() -> None:
     busy["observed"] = {"batch": "9"}
     assert status.differs(first, busy)
     assert not status.urgent(first, busy)
+    ticking = copy.deepcopy(first)
+    by_type(ticking)["Tuning"]["message"] = "27.1 requests wait"
+    assert status.differs(first, ticking)
+    assert not status.urgent(first, ticking)
     down = status.build(seen(live(first), [pod("a", False)], deployment(ready=0)))
     assert status.urgent(first, down)
 
@@ -292,18 +301,20 @@ def test_a_restarted_operator_leaves_what_was_told_until_it_has_seen_for_itself(
 def test_every_status_is_one_the_api_accepts() -> None:
     tuner = Tuner.recover(read_service(live()), None, None)
     tuner.result = result(decision=decision())
-    tuner.decisions = [report.decision(decision(id=n), "2026-01-01T00:00:00Z") for n in range(1, 14)]
+    tuner.decisions = [report.decision(decision(id=n), wall) for n in range(1, 14)]
     tuner.decisions = report.newest(tuner.decisions)
     built = status.build(seen(live(), [pod("a")], deployment(), tuner=tuner, now="2026-01-01T00:00:00Z"))
     stored = InferenceService.model_validate(live(built)).status
     dumped = stored.model_dump(by_alias=True, exclude_none=True)
     assert [entry["id"] for entry in dumped["decisions"]] == list(range(13, 3, -1))
-    assert dumped["decisions"][0]["from_" if "from_" in dumped["decisions"][0] else "from"] == "4"
+    assert (dumped["decisions"][0]["from"], dumped["decisions"][0]["time"]) == ("4", "2027-01-15T08:00:01Z")
+    assert dumped["decisions"][0]["outcome"]["beforeWindow"]["to"] == "2027-01-15T08:00:06.250Z"
     for name in built:
         assert name in dumped, f"the API drops {name}"
     assert set(built["observed"]) == set(dumped["observed"])
     assert set(built["law"]) == set(dumped["law"])
     assert set(built["tuned"]) == set(dumped["tuned"])
+    assert set(built["decisions"][0]["outcome"]) <= set(dumped["decisions"][0]["outcome"])
     assert set(built["decisions"][0]["prediction"]) <= set(dumped["decisions"][0]["prediction"])
 
 
@@ -318,7 +329,7 @@ def test_events_tell_transitions_once() -> None:
     assert [found[:2] for found in transitions(ready, down)] == [("Warning", "CrashLoopBackOff")]
     stalled = status.build(seen(live(ready), [], None, problem=Problem("ForeignObject", "m")))
     assert transitions(ready, stalled) == [("Warning", "ForeignObject", "m")]
-    decided = {**ready, "decisions": [report.decision(decision(), "t")]}
+    decided = {**ready, "decisions": [report.decision(decision(), wall)]}
     assert [found[:2] for found in transitions(ready, decided)] == [("Normal", "WaitFromBatchLimit")]
 
 

@@ -128,7 +128,7 @@ async def test_a_decision_reaches_the_pods_and_the_status(
         outcome = Outcome(Verdict.CONFIRMED, 61.0, 102.0, "faster")
         script.answer = lambda i: replace(idle(i), closed=(decision(id=1, outcome=outcome),))
         await until(lambda: status_of(api)["decisions"][0]["outcome"]["verdict"] == "Confirmed")
-        assert status_of(api)["decisions"][0]["outcome"]["tokensPerSecondAfter"] == "100"
+        assert status_of(api)["decisions"][0]["outcome"]["tokensPerSecondAfter"] == "102"
     events = [obj["reason"] for (plural, _, _), obj in api.objects.items() if plural == "events"]
     assert "WaitFromBatchLimit" in events
     assert api.get("deployments", "demo", "chat")["metadata"]["generation"] == 1  # type: ignore[index]
