@@ -49,9 +49,10 @@ class Linear:
     """
 
     def __init__(self, num_threads: int) -> None:
-        self._num_threads = num_threads
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="linear")
-        # BLAS's own threads spin while they wait for each other, which on shared cores costs more than it brings.
+        self.num_threads = num_threads
+        self._pool = ThreadPoolExecutor(max(1, num_threads - 1), thread_name_prefix="linear")
+        # For the whole process: BLAS's own threads spin while they wait for each other, which on shared cores costs
+        # more than it brings.
         threadpool_limits(1, user_api="blas")  # type: ignore[no-untyped-call]
 
     def __call__(self, x: Array, tiles: Array, num_decodes: int) -> Array:
@@ -70,10 +71,10 @@ class Linear:
         return result
 
     def _multiply(self, x: Array, tiles: Array, out: Array) -> None:
-        if out.size * tiles.shape[-2] < _WORTH_A_THREAD or self._num_threads == 1:
+        if out.size * tiles.shape[-2] < _WORTH_A_THREAD or self.num_threads == 1:
             np.matmul(x, tiles, out=out)
             return
-        cuts = np.linspace(0, len(tiles), self._num_threads + 1).astype(int)
+        cuts = np.linspace(0, len(tiles), self.num_threads + 1).astype(int)
         shares = [slice(*pair) for pair in pairwise(cuts)]
         others = [self._pool.submit(np.matmul, x, tiles[share], out=out[share]) for share in shares[1:]]
         np.matmul(x, tiles[shares[0]], out=out[shares[0]])

@@ -24,6 +24,8 @@ from busload_runtime.model.weights import LayerWeights, WeightFile
 Array: TypeAlias = NDArray[np.float32]
 
 _BLOCK_SIZE = 16
+_BLAS_BUFFER = 2**25
+"""Bytes that OpenBLAS maps for each thread to copy panels of a matrix into."""
 _QUERY_ROWS = 128
 """Tokens of a prompt piece whose attention scores are in memory at once."""
 
@@ -57,7 +59,8 @@ class ReferenceExecutor:
         gathered = 2 * kv_size * (config.context_length + _BLOCK_SIZE)
         logits = 3 * (batch_size + 8) * config.vocab_size
         drawing = 16 * config.vocab_size
-        return 4 * (token_budget * per_token + scores + gathered + logits + drawing) + 2**20
+        arrays = 4 * (token_budget * per_token + scores + gathered + logits + drawing)
+        return arrays + self._linear.num_threads * _BLAS_BUFFER + 2**20
 
     def reserve(self, max_blocks: int) -> None:
         config = self._config

@@ -21,21 +21,15 @@ def sample(logits: Array, params: SamplingParams, sample_index: int) -> int:
     """
     if params.temperature == 0:
         return int(np.argmax(logits))
-    scaled = logits.astype(np.float64)
-    scaled -= scaled.max()
-    scaled /= params.temperature
-    if 0 < params.top_k < len(scaled):
-        scaled[scaled < np.partition(scaled, -params.top_k)[-params.top_k]] = -np.inf
-    weights = np.exp(scaled)
-    tokens = None
+    tokens = _most_likely(logits, params.top_k)
+    weights = np.exp((logits[tokens].astype(np.float64) - logits.max()) / params.temperature)
     if params.top_p < 1:
-        tokens = _nucleus(weights, params.top_p)
-        weights = weights[tokens]
+        kept = _nucleus(weights, params.top_p)
+        tokens, weights = tokens[kept], weights[kept]
     cumulative = np.cumsum(weights)
     place = int(np.searchsorted(cumulative, uniform(params.seed, sample_index) * cumulative[-1], side="right"))
     # The product can round up to the total; the last token with any weight is then the one meant.
-    place = min(place, int(np.flatnonzero(weights)[-1]))
-    return place if tokens is None else int(tokens[place])
+    return int(tokens[min(place, int(np.flatnonzero(weights)[-1]))])
 
 
 def uniform(seed: int, sample_index: int) -> float:
@@ -44,8 +38,15 @@ def uniform(seed: int, sample_index: int) -> float:
     return float(np.random.Generator(generator).random())
 
 
+def _most_likely(logits: Array, count: int) -> NDArray[np.intp]:
+    """Ids of the `count` largest logits and of those equal to the smallest of them; all ids for a count of 0."""
+    if not 0 < count < len(logits):
+        return np.arange(len(logits))
+    return np.flatnonzero(logits >= np.partition(logits, -count)[-count])
+
+
 def _nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.intp]:
-    """The fewest most likely tokens that together have at least `top_p` of the mass, most likely first."""
+    """Places of the fewest largest weights that together have at least `top_p` of the mass, largest first."""
     wanted = top_p * weights.sum()
     likely = np.arange(len(weights))
     if len(weights) > _LIKELY:

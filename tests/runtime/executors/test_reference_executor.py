@@ -40,7 +40,7 @@ def test_it_is_an_executor(executor: ReferenceExecutor) -> None:
     assert (contract.block_size, contract.context_length) == (16, 512)
     assert contract.bytes_per_block == 2 * 2 * 3 * 64 * 4 * 16
     assert contract.vocab_size == len(TinyLlama().tokens)
-    weights = 256 * 0 + contract.vocab_size * 576 + 2 * (576 * (960 + 576 + 3 * 1536) + 2 * 576) + 576
+    weights = contract.vocab_size * 576 + 2 * (576 * (960 + 576 + 3 * 1536) + 2 * 576) + 576
     assert weights * 4 <= contract.weight_bytes <= weights * 4 * 1.05
     assert contract.copy_bandwidth > 1e8
 
@@ -132,7 +132,8 @@ def test_activation_bytes_bound_a_step(executor: ReferenceExecutor, tokens: int,
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak <= bound
+    # BLAS's own buffers are not traced, so they are left out on both sides.
+    assert peak <= bound - usable_threads() * 2**25
 
 
 def resident_bytes() -> int:
