@@ -124,6 +124,13 @@ class Prediction(Model):
     inter_token_latency: Number | None = None
 
 
+class Window(Model):
+    """From when to when something was measured."""
+
+    from_: Annotated[Time, Field(alias="from")]
+    to: Time
+
+
 class Outcome(Model):
     """What a decision brought."""
 
@@ -131,6 +138,10 @@ class Outcome(Model):
     """Pending, Confirmed, Worse, RolledBack or Inconclusive."""
     tokens_per_second_before: Number | None = None
     tokens_per_second_after: Number | None = None
+    before_window: Window | None = None
+    """When tokensPerSecondBefore was measured."""
+    after_window: Window | None = None
+    """When tokensPerSecondAfter was measured."""
     message: Message | None = None
 
 

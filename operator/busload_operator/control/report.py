@@ -4,7 +4,8 @@ Two significant digits: a person acts on nothing finer, and each digit more is a
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import datetime
 
 from busload_operator.control.kinds import Object
 from busload_operator.tuning.types import Decision, Law, Observed, Prediction
@@ -12,23 +13,35 @@ from busload_operator.tuning.types import Decision, Law, Observed, Prediction
 MAX_DECISIONS = 10
 MAX_MESSAGE = 1024
 
+Wall = Callable[[float], datetime]
+"""Wall clock time of a moment of the tuning core's clock."""
 
-def number(value: float) -> str:
-    """A decimal string with two significant digits, never in exponent form: 0.0042, 3.9, 61, 620."""
-    if value == 0 or not math.isfinite(value):
+
+def number(value: float, digits: int = 2) -> str:
+    """A decimal string with so many significant digits, never in exponent form: 0.0042, 3.9, 61, 620."""
+    if not _sensible(value):
+        return "unknown"
+    if abs(value) < 1e-12:
         return "0"
-    digits = 1 - math.floor(math.log10(abs(value)))
-    rounded = round(value, digits)
-    return f"{rounded:.{max(0, 1 - math.floor(math.log10(abs(rounded))))}f}"
+    rounded = round(value, digits - 1 - math.floor(math.log10(abs(value))))
+    return f"{rounded:.{max(0, digits - 1 - math.floor(math.log10(abs(rounded))))}f}"
+
+
+def _sensible(value: float) -> bool:
+    return abs(value) < 1e15  # false for NaN as well
 
 
 def level(value: float) -> str:
     """A mean of a count (requests): one decimal below 10, none above."""
+    if not _sensible(value):
+        return "unknown"
     return f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
 
 
 def duration(seconds: float) -> str:
     """Seconds as a Kubernetes duration string: 64ms, 8.2s, 95s."""
+    if not _sensible(seconds):
+        return "unknown"
     if seconds <= 0:
         return "0s"
     if seconds < 0.9995:
@@ -40,7 +53,8 @@ def observed(found: Observed) -> Object:
     """`status.observed`. What is not known is left out."""
     wait = None if found.wait is None else duration(found.wait)
     shown_wait = "" if wait is None else (f">{wait}" if found.wait_is_lower_bound else wait)
-    batch, kv = level(found.batch), round(found.kv_cache_percent)
+    batch = level(found.batch)
+    kv = round(found.kv_cache_percent) if _sensible(found.kv_cache_percent) else None
     body: Object = {
         "batch": batch,
         "batchLimit": found.batch_limit,
@@ -50,7 +64,7 @@ def observed(found: Observed) -> Object:
         "tokensPerSecond": number(found.tokens_per_second),
         "timeToFirstToken": _optional_duration(found.time_to_first_token),
         "interTokenLatency": _optional_duration(found.inter_token_latency),
-        "summary": {"batch": f"{batch}/{found.batch_limit}", "kv": f"{kv}%", "wait": shown_wait},
+        "summary": {"batch": f"{batch}/{found.batch_limit}", "kv": "" if kv is None else f"{kv}%", "wait": shown_wait},
     }
     return {name: value for name, value in body.items() if value is not None}
 
@@ -63,18 +77,18 @@ def law(fitted: Law) -> Object:
         "b": number(fitted.b),
         "c": number(fitted.c),
         "d": number(fitted.d),
-        "error": f"{round(fitted.error * 100)}%",
-        "samples": int(number(fitted.samples)),
+        "error": f"{round(fitted.error * 100)}%" if _sensible(fitted.error) else "unknown",
+        "samples": round(float(number(fitted.samples))),
         "batchMin": level(fitted.batch_min),
         "batchMax": level(fitted.batch_max),
     }
 
 
-def decision(made: Decision, time: str) -> Object:
-    """One entry of `status.decisions`; `time` is the wall clock time at which it was made."""
+def decision(made: Decision, wall: Wall) -> Object:
+    """One entry of `status.decisions`."""
     return {
         "id": made.id,
-        "time": time,
+        "time": wall(made.at).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "knob": made.knob.value,
         "from": str(made.before),
         "to": str(made.after),
@@ -82,19 +96,26 @@ def decision(made: Decision, time: str) -> Object:
         "message": made.message[:MAX_MESSAGE],
         "inputs": [{"name": name[:64], "value": value[:32]} for name, value in made.inputs[:16]],
         "prediction": _prediction(made.prediction),
-        "outcome": outcome(made),
+        "outcome": outcome(made, wall),
     }
 
 
-def outcome(made: Decision) -> Object:
-    """The `outcome` of a decision."""
+def outcome(made: Decision, wall: Wall) -> Object:
+    """The `outcome` of a decision. The windows let anybody compare the rates with a measurement of their own."""
     found = made.outcome
+    windows = {"beforeWindow": found.span_before, "afterWindow": found.span_after}
     return {
         "verdict": found.verdict.value,
         "tokensPerSecondBefore": _optional_number(found.tokens_per_second_before),
         "tokensPerSecondAfter": _optional_number(found.tokens_per_second_after),
         "message": found.message[:MAX_MESSAGE],
+        **{name: _window(span, wall) for name, span in windows.items() if span is not None},
     }
+
+
+def _window(span: tuple[float, float], wall: Wall) -> Object:
+    start, end = (wall(at).isoformat(timespec="milliseconds").replace("+00:00", "Z") for at in span)
+    return {"from": start, "to": end}
 
 
 def newest(decisions: Sequence[Object]) -> list[Object]:
@@ -112,7 +133,8 @@ def _prediction(expected: Prediction) -> Object:
 
 
 def _optional_number(value: float | None) -> str:
-    return "" if value is None else number(value)
+    # Written once a decision, not each tick, and compared with other measurements: a digit more.
+    return "" if value is None else number(value, 3)
 
 
 def _optional_duration(value: float | None) -> str | None:

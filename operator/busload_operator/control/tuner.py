@@ -52,6 +52,8 @@ class Tuner:
         self.runs: dict[str, int] = {}
         """Generation of the limits that each pod reported in the last round of scrapes."""
         self.result: Result | None = None
+        self.failure = ""
+        """Why the last round of observation broke off (a bug); what was found before it is stale then."""
         self._state = State.initial(next_id=max((int(entry["id"]) for entry in decisions), default=0) + 1)
 
     @classmethod
@@ -105,14 +107,17 @@ class Tuner:
         for closed in result.closed:
             self._close(closed)
         if made := result.decision:
-            wall = datetime.fromtimestamp(time.time(), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-            self.decisions = report.newest([*self.decisions, report.decision(made, wall)])
+            self.decisions = report.newest([*self.decisions, report.decision(made, self._wall)])
             metrics.DECISIONS.labels(made.knob.value).inc()
             log.info("decision %d: %s", made.id, made.message, extra=about(*self.key))
 
+    def _wall(self, at: float) -> datetime:
+        """The wall clock time of a moment of the clock that samples and steps are timed by."""
+        return datetime.fromtimestamp(time.time() - (self._clock() - at), UTC)
+
     def _close(self, closed: Decision) -> None:
         self.decisions = [
-            {**entry, "outcome": report.outcome(closed)} if entry["id"] == closed.id else entry
+            {**entry, "outcome": report.outcome(closed, self._wall)} if entry["id"] == closed.id else entry
             for entry in self.decisions
         ]
         outcome = closed.outcome

@@ -57,6 +57,8 @@ class Pending:
     inter_token_before: float | None
     prefill_before: float
     """Prompt tokens per busy second in the same windows."""
+    span_before: tuple[float, float] | None
+    """Start and end of those windows."""
     applied_at: float | None = None
     """When the pods were first seen with the new values."""
     quiet: int = 0

@@ -194,7 +194,8 @@ def _verify(
 ) -> tuple[State, tuple[Decision, ...], _Target]:
     """Follows the change on trial; when it is put back, the old limits are the new target."""
     if inputs.mode is not Mode.AUTO:
-        outcome = Outcome(Verdict.INCONCLUSIVE, pending.tokens_per_second_before, None, f"tuning is {inputs.mode} now.")
+        text = f"tuning is {inputs.mode} now."
+        outcome = replace(pending.decision.outcome, verdict=Verdict.INCONCLUSIVE, message=text)
         judged = Judgement(None, replace(pending.decision, outcome=outcome))
     else:
         judged = follow(pending, inputs, picture, law, missed)
@@ -264,11 +265,12 @@ def _change(
         return _recommend(state, decision, target)
     before = _before(s)
     tokens = before.tokens_per_second / before.pods * s.ready if before is not None else None
-    decision = replace(decision, outcome=Outcome(Verdict.PENDING, tokens))
+    span = (before.start, before.end) if before is not None else None
+    decision = replace(decision, outcome=Outcome(Verdict.PENDING, tokens, span_before=span))
     interrupted: tuple[Decision, ...] = ()
     if state.pending is not None:
         text = "replicas were added before it could be judged; it is kept."
-        outcome = Outcome(Verdict.INCONCLUSIVE, state.pending.tokens_per_second_before, None, text)
+        outcome = replace(state.pending.decision.outcome, verdict=Verdict.INCONCLUSIVE, message=text)
         interrupted = (replace(state.pending.decision, outcome=outcome),)
     pending = Pending(
         decision=decision,
@@ -279,6 +281,7 @@ def _change(
         tokens_per_second_before=tokens,
         inter_token_before=before.itl if before is not None else None,
         prefill_before=before.prefill_per_busy_second if before is not None else 0.0,
+        span_before=span,
     )
     state = replace(
         state, next_id=state.next_id + 1, pending=pending, changed_at=now, streak=Streak(), usage=(), restored=None

@@ -194,6 +194,9 @@ class Outcome:
     tokens_per_second_before: float | None = None
     tokens_per_second_after: float | None = None
     message: str = ""
+    span_before: tuple[float, float] | None = None
+    """Start and end of the windows behind `tokens_per_second_before`, on the clock of `Inputs.now`."""
+    span_after: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,13 +180,13 @@ def _compare(pending: Pending, inputs: Inputs, picture: Picture, windows: tuple[
     tau = inputs.objectives.inter_token_latency
     was_slow = pending.inter_token_before is not None and pending.inter_token_before > tau
     if tokens < (1 - BAND) * before:
-        return _put_back(pending, inputs, f"{change}; it was put back", tokens)
+        return _put_back(pending, inputs, f"{change}; it was put back", tokens, windows)
     if itl is not None and itl > tau and not was_slow:
         missed = f"a token takes {words.seconds(itl)}, over the objective of {words.seconds(tau)}"
-        return _put_back(pending, inputs, f"{change}, but {missed}; it was put back", tokens)
+        return _put_back(pending, inputs, f"{change}, but {missed}; it was put back", tokens, windows)
     if tokens > (1 + BAND) * before:
-        return _close(pending, Verdict.CONFIRMED, change, tokens)
-    judged = _close(pending, Verdict.INCONCLUSIVE, f"{change}, within the noise; it is kept", tokens)
+        return _close(pending, Verdict.CONFIRMED, change, tokens, windows)
+    judged = _close(pending, Verdict.INCONCLUSIVE, f"{change}, within the noise; it is kept", tokens, windows)
     # More of the same is not tried at once.
     more = Refused(pending.decision.knob, pending.decision.after + 1, inputs.now + RETRY_SECONDS)
     return replace(judged, refused=more)
@@ -202,10 +202,11 @@ def _follow_replicas(pending: Pending, inputs: Inputs, picture: Picture) -> Judg
             return _close_inter_token(pending, inputs, tokens, itl)
         change = _change(pending.tokens_per_second_before, tokens)
         if tokens > (1 + BAND) * pending.tokens_per_second_before:
-            return _close(pending, Verdict.CONFIRMED, change, tokens)
+            return _close(pending, Verdict.CONFIRMED, change, tokens, pending.loaded)
         if tokens < (1 - BAND) * pending.tokens_per_second_before:
-            return _close(pending, Verdict.WORSE, f"{change}; replicas are kept while requests wait", tokens)
-        return _close(pending, Verdict.INCONCLUSIVE, f"{change}, within the noise; it is kept", tokens)
+            text = f"{change}; replicas are kept while requests wait"
+            return _close(pending, Verdict.WORSE, text, tokens, pending.loaded)
+        return _close(pending, Verdict.INCONCLUSIVE, f"{change}, within the noise; it is kept", tokens, pending.loaded)
     if since >= SETTLE_SECONDS and pending.quiet >= QUIET_STEPS:
         return _close(pending, Verdict.INCONCLUSIVE, "the load ended before it could be judged; it is kept")
     if since >= 2 * CALM_SECONDS:
@@ -217,9 +218,9 @@ def _close_inter_token(pending: Pending, inputs: Inputs, tokens: float, itl: flo
     before, tau = pending.inter_token_before, inputs.objectives.inter_token_latency
     text = f"{words.seconds(before)} -> {words.seconds(itl)} per token (objective {words.seconds(tau)})"
     if before is None or itl is None:
-        return _close(pending, Verdict.INCONCLUSIVE, text, tokens)
+        return _close(pending, Verdict.INCONCLUSIVE, text, tokens, pending.loaded)
     better = itl <= tau or itl < (1 - BAND) * before
-    return _close(pending, Verdict.CONFIRMED if better else Verdict.INCONCLUSIVE, text, tokens)
+    return _close(pending, Verdict.CONFIRMED if better else Verdict.INCONCLUSIVE, text, tokens, pending.loaded)
 
 
 def _follow_lowered(pending: Pending, inputs: Inputs, missed: bool) -> Judgement:
@@ -248,14 +249,21 @@ def _change(before: float, after: float) -> str:
     return f"{words.number(before)} -> {words.number(after)} tokens/s ({100 * (after / before - 1):+.0f}%)"
 
 
-def _put_back(pending: Pending, inputs: Inputs, text: str, tokens: float | None = None) -> Judgement:
+def _put_back(
+    pending: Pending, inputs: Inputs, text: str, tokens: float | None = None, windows: tuple[PodWindow, ...] = ()
+) -> Judgement:
     before, after = pending.decision.before, pending.decision.after
     # A batch half as far away may be tried next; a KV fraction is left alone.
     from_here = (before + after) // 2 + 1 if pending.decision.knob is Knob.BATCH_SIZE else before + 1
     refused = Refused(pending.decision.knob, from_here, inputs.now + RETRY_SECONDS)
-    return replace(_close(pending, Verdict.ROLLED_BACK, text, tokens), put_back=True, refused=refused)
+    return replace(_close(pending, Verdict.ROLLED_BACK, text, tokens, windows), put_back=True, refused=refused)
 
 
-def _close(pending: Pending, verdict: Verdict, text: str, tokens: float | None = None) -> Judgement:
-    outcome = Outcome(verdict, pending.tokens_per_second_before, tokens, f"{text}.")
+def _close(
+    pending: Pending, verdict: Verdict, text: str, tokens: float | None = None, windows: tuple[PodWindow, ...] = ()
+) -> Judgement:
+    """`windows` are those that `tokens` were counted in."""
+    after = (min(w.start for w in windows), max(w.end for w in windows)) if windows else None
+    before = pending.tokens_per_second_before
+    outcome = Outcome(verdict, before, tokens, f"{text}.", pending.span_before, after)
     return Judgement(None, replace(pending.decision, outcome=outcome))

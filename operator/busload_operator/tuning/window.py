@@ -189,6 +189,9 @@ class View:
     """Means over the windows of several pods. Rates and queues are sums over pods, batch is per pod."""
 
     pods: int
+    start: float
+    end: float
+    """Caller's clock."""
     seconds: float
     """Engine seconds per pod."""
     batch: float
@@ -240,6 +243,8 @@ def view(windows: Iterable[PodWindow]) -> View | None:
     pods = len(by_pod)
     return View(
         pods=pods,
+        start=min(w.start for w in every),
+        end=max(w.end for w in every),
         seconds=total("seconds") / pods,
         batch=rate("batch_seconds") / pods,
         batch_limit=min(w.batch_limit for w in newest),
