@@ -41,6 +41,8 @@ def build(settings: Settings, arguments: argparse.Namespace, progress: Progress)
     host.require_linux()
     for name in arguments.name or list(programs.PROGRAMS):
         print(programs.build(settings, name, progress))
+    if node.exists(settings):
+        programs.link(settings)
     return 0
 
 

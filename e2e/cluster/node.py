@@ -27,6 +27,11 @@ def relay_file(settings: Settings) -> Path:
     return settings.state / "relay.pid"
 
 
+def exists(settings: Settings) -> bool:
+    """Whether there is a cluster's state, running or not."""
+    return (settings.state / "format").exists()
+
+
 def node_process(settings: Settings) -> processes.Process | None:
     """`unshare`, the parent of the node's process 1. It is in the node's network namespace itself."""
     return processes.read(node_file(settings))
@@ -219,7 +224,7 @@ def up(settings: Settings, archives: list[Path], coredns_image: str, progress: P
         else:
             processes.stop(relay_file(settings))
             _clean_up(settings)
-            programs.link(settings, programs.NEEDED)
+            programs.link(settings)
             pki.make(settings)
             _start_node(settings)
             _start_relay(settings)
@@ -239,7 +244,7 @@ def up(settings: Settings, archives: list[Path], coredns_image: str, progress: P
 def down(settings: Settings, progress: Progress, *, wipe: bool) -> None:
     """Ends the node with all its pods, and the relay. With `wipe` its state goes too; the cache of programs stays."""
     host.require_root("stopping the cluster")
-    if not (settings.state / "format").exists():
+    if not exists(settings):
         progress.note(f"there is no cluster in {settings.state}")
         return
     with exclusive(

@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -229,12 +228,13 @@ def build(settings: Settings, name: str, progress: Progress) -> Path:
     return output
 
 
-def link(settings: Settings, names: Sequence[str]) -> None:
-    """Puts links by plain name into the cluster's bin folder, to the versions of this checkout."""
+def link(settings: Settings) -> None:
+    """Puts links by plain name into the cluster's bin folder, to all programs that are built for this checkout."""
     settings.node_bin.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        for plain in PROGRAMS[name].links:
-            new = settings.node_bin / f".{plain}.new"
-            new.unlink(missing_ok=True)
-            new.symlink_to(path(settings, name))
-            new.replace(settings.node_bin / plain)
+    for program in PROGRAMS.values():
+        if path(settings, program.name).exists():
+            for plain in program.links:
+                new = settings.node_bin / f".{plain}.new"
+                new.unlink(missing_ok=True)
+                new.symlink_to(path(settings, program.name))
+                new.replace(settings.node_bin / plain)

@@ -112,7 +112,8 @@ def test_build_keeps_the_program_under_its_key_and_builds_once(settings: Setting
     assert first == settings.bin / programs.PROGRAMS["coredns"].key
     assert programs.build(settings, "coredns", Progress()) == first
     assert (tmp_path / "count").read_text() == "built\n"
-    programs.link(settings, ["coredns"])
+    programs.link(settings)
+    assert [link.name for link in settings.node_bin.iterdir()] == ["coredns"]
     assert (settings.node_bin / "coredns").read_text() == "program\n"
 
 
