@@ -51,8 +51,9 @@ class Observer:
     async def _guarded(self, key: Key) -> None:
         try:
             await self.observe(key)
-        except Exception:
+        except Exception as error:
             log.exception("observation failed", extra=about(*key))
+            self._fail(key, f"{type(error).__name__}: {error}")
         finally:
             del self._running[key]
 
@@ -70,7 +71,14 @@ class Observer:
         told = self._told(tuner)
         tuner.runs = _generations(samples)
         tuner.observe(service, samples, self._clock())
+        tuner.failure = ""
         if told != self._told(tuner) or self._lags(tuner):
+            self._queue.add(key)
+
+    def _fail(self, key: Key, text: str) -> None:
+        tuner = self._tuners.get(key)
+        if tuner is not None and tuner.failure != text:
+            tuner.failure = text
             self._queue.add(key)
 
     async def _sample(self, pod: Object) -> PodSample:
@@ -93,6 +101,7 @@ class Observer:
         hold = tuner.result.hold if tuner.result else None
         return {
             "findings": status.findings(tuner, {}),
+            "failure": tuner.failure,
             "hold": hold,
             "decisions": tuner.decisions,
             "in_force": tuner.in_force,

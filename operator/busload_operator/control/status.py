@@ -91,6 +91,8 @@ def invalid(live: Object, message: str, now: str) -> Object:
 def findings(tuner: Tuner, old: Object) -> Object:
     """`bottleneck`, `observed` and `law`. A tuner that has seen nothing yet (a restart) leaves what was told before."""
     result = tuner.result
+    if tuner.failure:
+        return {"bottleneck": Bottleneck.STALE.value} | ({"law": old["law"]} if "law" in old else {})
     if result is None or (result.observed is None and result.bottleneck is Bottleneck.STARTING and not tuner.overdue):
         kept = {name: old[name] for name in _SLOW_FIELDS if name in old}
         return {"bottleneck": Bottleneck.STARTING.value, **kept}
@@ -231,6 +233,9 @@ def _tuning(seen: Seen) -> Object:
     result, mode = seen.tuner.result, seen.service.mode
     if mode is Mode.OFF:
         return _condition("Tuning", False, "Off", "spec.tuning.mode is Off: the service is observed and left as it is")
+    if seen.tuner.failure:
+        message = f"the operator cannot judge what it observes, so nothing is changed: {seen.tuner.failure}"
+        return _condition("Tuning", False, "ObservationFailed", message)
     if seen.lagging:
         return _condition("Tuning", False, "LimitsNotApplied", "; ".join(seen.lagging))
     if result is None or (result.bottleneck is Bottleneck.STARTING and not seen.tuner.overdue):

@@ -333,6 +333,22 @@ def test_events_tell_transitions_once() -> None:
     assert [found[:2] for found in transitions(ready, decided)] == [("Normal", "WaitFromBatchLimit")]
 
 
+ANY = st.floats()
+
+
+@given(ANY, ANY, ANY, ANY, st.integers(0, 10_000), ANY)
+def test_no_number_of_the_core_breaks_the_report(
+    a: float, b: float, wait: float, rate: float, samples: int, at: float
+) -> None:
+    law = report.law(Law(a, b, a, b, b, samples, a, b, False))
+    observed = report.observed(
+        replace(OBSERVED, batch=a, queue_depth=b, wait=wait, kv_cache_percent=at, tokens_per_second=rate)
+    )
+    for value in (*law.values(), *observed.values(), *observed["summary"].values()):
+        assert isinstance(value, int | dict) or len(value) <= 512
+    assert abs(law["samples"] - samples) <= 0.051 * samples
+
+
 @given(st.floats(1e-9, 1e9))
 def test_numbers_keep_two_digits(value: float) -> None:
     text = report.number(value)

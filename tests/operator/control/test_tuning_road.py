@@ -265,6 +265,10 @@ async def test_a_broken_core_stops_neither_the_loop_nor_other_work(
         await start(api, script)
         script.answer = broken
         await until(lambda: "observation failed" in caplog.text)
+        await until(lambda: condition(api, "Tuning").get("reason") == "ObservationFailed")
+        assert status_of(api)["bottleneck"] == "Stale"
+        assert "observed" not in status_of(api)
         script.answer = idle
+        await until(lambda: condition(api, "Tuning").get("reason") == "Observing")
         count = len(script.seen)
         await until(lambda: len(script.seen) > count + 2)
