@@ -88,6 +88,7 @@ class Clocked(Protocol):
 
     def run(self, plan: Plan) -> Sequence[Sampled]: ...
     def now(self) -> float: ...
+    def processor_seconds(self) -> float: ...
 
 
 class Measured:
@@ -100,6 +101,7 @@ class Measured:
         self.vocab_size = executor.vocab_size
         self.run = executor.run
         self.now = time.perf_counter
+        self.processor_seconds = time.process_time
 
 
 class StepLaw:
@@ -124,10 +126,14 @@ class StepLaw:
     def now(self) -> float:
         return self._clock
 
+    def processor_seconds(self) -> float:
+        return self._clock
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
     seconds: float
+    processor_seconds: float
     tokens: int
     steps: int
 
@@ -142,7 +148,12 @@ def serve(
     """All requests are there at the start; this is the only place where the two ways differ."""
     scheduler = Scheduler(limits, executor.block_size, num_blocks)
     together = limits.batch_size if static else len(requests)
-    started, tokens = executor.now(), 0
+    started, processor, tokens = executor.now(), executor.processor_seconds(), 0
+
+    def so_far() -> Run:
+        seconds, used = executor.now() - started, executor.processor_seconds() - processor
+        return Run(seconds, used, tokens, scheduler.counters.steps)
+
     for first in range(0, len(requests), together):
         for request in requests[first : first + together]:
             scheduler.add(request)
@@ -150,10 +161,9 @@ def serve(
             plan = scheduler.plan(executor.now())
             tokens += len(scheduler.commit(plan, executor.run(plan)))
             if scheduler.counters.steps % _STEPS_PER_LINE == 0:
-                _progress(name, Run(executor.now() - started, tokens, scheduler.counters.steps))
-    run = Run(executor.now() - started, tokens, scheduler.counters.steps)
-    _progress(name, run)
-    return run
+                _progress(name, so_far())
+    _progress(name, so_far())
+    return so_far()
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +179,8 @@ class Comparison:
     continuous_steps: int
     ratio: float
     ratios: list[float]
+    processor_ratio: float
+    """The same per processor second instead of second: steadier when others use the machine."""
 
 
 def compare(executor: Clocked, name: str, batch_size: int, repeats: int) -> Comparison:
@@ -200,6 +212,9 @@ def compare(executor: Clocked, name: str, batch_size: int, repeats: int) -> Comp
         continuous_steps=runs[False][0].steps,
         ratio=statistics.median(ratios),
         ratios=ratios,
+        processor_ratio=statistics.median(
+            s.processor_seconds / c.processor_seconds for s, c in zip(runs[True], runs[False], strict=True)
+        ),
     )
 
 
@@ -227,12 +242,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         executor = Measured(real, blocks_needed(real.block_size, options.batch_size))
     results = [compare(executor, name, options.batch_size, options.repeats) for name in options.workloads]
     print(f"\nbatch limit {options.batch_size}, executor {options.executor}, median of {options.repeats}")
-    print(f"{'workload':12} {'static':>16} {'continuous':>16} {'ratio':>7}  (steps)")
+    print(f"{'workload':12} {'static':>16} {'continuous':>16} {'ratio':>7} {'per cpu':>8}  (steps)")
     for result in results:
         print(
             f"{result.workload:12} {result.static_tokens_per_second:>10.1f} tok/s "
-            f"{result.continuous_tokens_per_second:>10.1f} tok/s {result.ratio:>6.2f}x  "
-            f"({result.static_steps} -> {result.continuous_steps})  {result.description}"
+            f"{result.continuous_tokens_per_second:>10.1f} tok/s "
+            f"{result.ratio:>6.2f}x {result.processor_ratio:>7.2f}x  ({result.static_steps} -> {result.continuous_steps})  {result.description}"
         )
     if options.json is not None:
         body = {
