@@ -84,7 +84,7 @@ def build(directory: Path) -> Path:
                 _compile(target)
     except OSError as error:
         raise KernelError(
-            f"cannot write the CPU engine to {directory} ({error}); set BUSLOAD_CACHE to a writable directory, or build "
+            f"cannot write the CPU engine to {directory} ({error}); set BUSLOAD_CACHE to a writable one, or build "
             "it into the image with python -m busload_kernels.cpu.build"
         ) from None
     return target

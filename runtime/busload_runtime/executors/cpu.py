@@ -43,7 +43,7 @@ class CpuExecutor:
             raise ExecutorError(str(error)) from None
         if wanted and wanted not in native.usable_isas():
             raise ExecutorError(
-                f"BUSLOAD_CPU_ISA is {wanted!r:.80}; this CPU runs {', '.join(native.usable_isas())}; choose one of them"
+                f"BUSLOAD_CPU_ISA is {wanted!r:.80}; this CPU runs {', '.join(native.usable_isas())}; choose one"
             )
         self._model = PackedModel(weights, self.threads)
         self._engine = self._library.bl_create(ctypes.byref(self._model.struct), self.threads, wanted.encode())

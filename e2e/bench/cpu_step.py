@@ -1,0 +1,101 @@
+"""Times of one engine step on the CPU: decode at several batch sizes, prefill, and how near the memory limit they are.
+
+`python -m e2e.bench.cpu_step [--model M] [--context N] [--batches 1,8,32] [--prefill 128,512,2048] [--json FILE]`
+The step is called as the engine calls it, with greedy sampling; no scheduler and no HTTP.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from busload_runtime.engine.plan import Chunk, Plan, SamplingParams
+from busload_runtime.executors.cpu import CpuExecutor
+from busload_runtime.model.load import load_weights
+
+_GREEDY = SamplingParams(temperature=0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="bundled:smollm2-135m-instruct")
+    parser.add_argument("--context", type=int, default=256, help="tokens in the cache of each decoding request")
+    parser.add_argument("--batches", type=_numbers, default=[1, 8, 32])
+    parser.add_argument("--prefill", type=_numbers, default=[128, 512, 2048])
+    parser.add_argument("--seconds", type=float, default=3.0, help="per measurement")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    begin = time.perf_counter()
+    executor = CpuExecutor(load_weights(options.model))
+    loaded = time.perf_counter() - begin
+    per_request = -(-max([options.context + 1, *options.prefill]) // executor.block_size)
+    blocks = per_request * max([1, *options.batches])
+    executor.reserve(blocks)
+    executor.resize(blocks)
+    read = max(executor.measure_bandwidth(copy=False) for _ in range(3))
+    print(
+        f"{executor.isa}, {executor.threads} threads, loaded in {loaded:.2f} s, load average {os.getloadavg()[0]:.1f}; "
+        f"weights {executor.weight_bytes / 1e6:.1f} MB; "
+        f"read {read / 1e9:.1f} GB/s, copy {executor.copy_bandwidth / 1e9:.1f} GB/s"
+    )
+    results: list[dict[str, Any]] = []
+    for batch in options.batches:
+        plan = _decode(executor, batch, options.context, per_request)
+        moved = executor.weight_bytes + batch * options.context * executor.bytes_per_block / executor.block_size
+        results.append(_measure(executor, f"decode {batch}", plan, batch, options.seconds, moved, read))
+    for length in options.prefill:
+        plan = Plan((Chunk(0, _tokens(executor, length), 0, tuple(range(-(-length // 32))), _GREEDY),))
+        results.append(_measure(executor, f"prefill {length}", plan, length, options.seconds, None, read))
+    if options.json:
+        options.json.write_text(json.dumps({"isa": executor.isa, "threads": executor.threads, "results": results}))
+
+
+def _decode(executor: CpuExecutor, batch: int, context: int, per_request: int) -> Plan:
+    """`batch` requests that each have `context` tokens in the cache, scattered over it."""
+    table = np.random.default_rng(0).permutation(per_request * batch).reshape(batch, per_request)
+    chunks = []
+    for request, blocks in enumerate(table.tolist()):
+        prompt = Chunk(request, _tokens(executor, context, request), 0, tuple(blocks), None)
+        executor.run(Plan((prompt,)))
+        chunks.append(Chunk(request, (request + 1,), context, tuple(blocks), _GREEDY))
+    return Plan(tuple(chunks))
+
+
+def _tokens(executor: CpuExecutor, count: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(0, executor.vocab_size, count).tolist())
+
+
+def _measure(
+    executor: CpuExecutor, name: str, plan: Plan, tokens: int, seconds: float, moved: float | None, read: float
+) -> dict[str, Any]:
+    """Runs `plan` for about `seconds`. Median and best: what else runs on the machine only ever adds time."""
+    times: list[float] = []
+    executor.run(plan)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times) < 3:
+        begin = time.perf_counter()
+        executor.run(plan)
+        times.append(time.perf_counter() - begin)
+    median, best = statistics.median(times), min(times)
+    line = (
+        f"{name:>14}: median {median * 1e3:8.3f} ms {tokens / median:8.0f} tok/s   "
+        f"best {best * 1e3:8.3f} ms {tokens / best:8.0f} tok/s"
+    )
+    if moved is not None:
+        line += f"   {moved / median / 1e9:5.1f} GB/s, {moved / median / read:4.0%} (best {moved / best / read:.0%})"
+    print(line, flush=True)
+    return {"name": name, "steps": len(times), "median": median, "best": best, "tokens": tokens, "moved": moved}
+
+
+def _numbers(text: str) -> Sequence[int]:
+    return [int(word) for word in text.split(",") if word]
+
+
+if __name__ == "__main__":
+    main()

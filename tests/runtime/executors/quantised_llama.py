@@ -1,0 +1,86 @@
+"""What the CPU engine computes, in numpy and fp64, rounding where it rounds. The fp32 reference says how much that
+rounding costs; this says that nothing but the rounding is different."""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from busload_runtime.model.weights import WeightFile
+
+Array: TypeAlias = NDArray[np.float64]
+
+_GROUP = 32
+_TILE = 32
+
+
+def logits(weights: WeightFile, tokens: Sequence[int]) -> Array:
+    """[len(tokens), vocab] of a prompt."""
+    config = weights.config
+    n, dim, kv_heads = len(tokens), config.head_dim, config.num_kv_heads
+    angles = np.arange(n)[:, None, None] * weights.rope_frequencies().astype(np.float64)
+    x = _stored(weights.embedding())[list(tokens)]
+    for index in range(config.num_layers):
+        layer = weights.layer(index)
+        normed = _rounded(_norm(x, layer.attention_norm, config.norm_eps), _GROUP, 127)
+        heads = (normed @ _stored(layer.qkv).T).reshape(n, -1, dim)
+        queries = _rounded(_rotate(heads[:, : config.num_heads], angles), dim, 8191)
+        keys = _rounded(_rotate(heads[:, config.num_heads : -kv_heads], angles), dim, 127)
+        values, scales = _quantise(heads[:, -kv_heads:], dim, 127)
+        attended = _attend(queries, keys, values, scales[..., 0])
+        x = x + _rounded(attended.reshape(n, -1), _GROUP, 127) @ _stored(layer.attention_output).T
+        normed = _rounded(_norm(x, layer.ffn_norm, config.norm_eps), _GROUP, 127)
+        gate, up = np.split(normed @ _stored(layer.gate_up).T, 2, axis=-1)
+        x = x + _rounded(gate / (1 + np.exp(-gate)) * up, _GROUP, 127) @ _stored(layer.down).T
+    last = _rounded(_norm(x, weights.final_norm(), config.norm_eps), _GROUP, 127)
+    head = weights.embedding() if config.tied_embeddings else weights.output()
+    return last @ _stored(head).T
+
+
+def _attend(queries: Array, keys: Array, values: Array, scales: Array) -> Array:
+    """Causal; softmax weights times value scales are rounded to 255 steps in each tile of 32 tokens."""
+    n, heads, dim = queries.shape
+    result = np.empty_like(queries)
+    for head in range(heads):
+        kv = head * keys.shape[1] // heads
+        scores = queries[:, head] @ keys[:, kv].T / np.sqrt(dim)
+        scores[np.triu_indices(n, 1)] = -np.inf
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        weights /= weights.sum(axis=1, keepdims=True)
+        weights *= scales[:, kv]
+        for first in range(0, n, _TILE):
+            tile = weights[:, first : first + _TILE]
+            top = tile.max(axis=1, keepdims=True)
+            tile[:] = np.rint(np.divide(tile, top, out=np.zeros_like(tile), where=top > 0) * 255) * top / 255
+        result[:, head] = weights @ values[:, kv]
+    return result
+
+
+def _quantise(x: Array, group: int, steps: int) -> tuple[Array, Array]:
+    """Whole numbers up to `steps` in the shape of x, and the scale of each group [..., groups]."""
+    groups = x.reshape(*x.shape[:-1], -1, group)
+    scale = np.abs(groups).max(axis=-1) / steps
+    whole = np.rint(np.divide(groups, scale[..., None], out=np.zeros_like(groups), where=scale[..., None] > 0))
+    return whole.reshape(x.shape), scale
+
+
+def _rounded(x: Array, group: int, steps: int) -> Array:
+    whole, scale = _quantise(x, group, steps)
+    return whole * np.repeat(scale, group, axis=-1)
+
+
+def _stored(matrix: NDArray[np.float32]) -> Array:
+    """For models whose file holds nothing but Q4_0, Q4_1 and Q8_0 matrices: the weights as they are."""
+    return matrix.astype(np.float64)
+
+
+def _norm(x: Array, gain: NDArray[np.float32], eps: float) -> Array:
+    scaled: Array = x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + eps) * gain
+    return scaled
+
+
+def _rotate(x: Array, angles: Array) -> Array:
+    first, second = np.split(x, 2, axis=-1)
+    cos, sin = np.cos(angles), np.sin(angles)
+    return np.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
