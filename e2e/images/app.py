@@ -94,6 +94,7 @@ def build(store: Store, name: str, base: Base, own: wheels.Own, progress: Progre
         store.build(target, context, file, arguments)
         archive = store.export(target, key)
     shutil.rmtree(context)
+    store.prune(progress)
     progress.note(f"  {archive.stat().st_size / 1e6:.0f} MB: {archive}")
     return archive
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from e2e.cluster.settings import Settings
-from e2e.cluster.shell import Progress, exclusive, run, write
+from e2e.cluster.shell import Failure, Progress, exclusive, run, write
 
 
 def digest(*parts: str | bytes | Path) -> str:
@@ -57,6 +57,15 @@ class Store:
         """Builds the image `reference`. Steps whose inputs are as before come from the store."""
         pairs = [word for name, value in (arguments or {}).items() for word in ("--build-arg", f"{name}={value}")]
         self.buildah("build", "--layers", "--quiet", "--tag", reference, "--file", dockerfile, *pairs, context)
+
+    def prune(self, progress: Progress) -> None:
+        """Removes what earlier builds left: containers of killed ones, and layers that no image has any more. Those of
+        the current images stay, for the next build to use again."""
+        try:
+            self.buildah("rm", "--all")
+            self.buildah("rmi", "--prune")
+        except Failure as error:  # costs disk only
+            progress.note(f"old layers were not removed: {error}")
 
     def archive(self, reference: str) -> Path:
         """Where the docker-archive of an image is kept."""
