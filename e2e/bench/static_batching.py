@@ -247,7 +247,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(
             f"{result.workload:12} {result.static_tokens_per_second:>10.1f} tok/s "
             f"{result.continuous_tokens_per_second:>10.1f} tok/s "
-            f"{result.ratio:>6.2f}x {result.processor_ratio:>7.2f}x  ({result.static_steps} -> {result.continuous_steps})  {result.description}"
+            f"{result.ratio:>6.2f}x {result.processor_ratio:>7.2f}x  "
+            f"({result.static_steps} -> {result.continuous_steps})  {result.description}"
         )
     if options.json is not None:
         body = {
