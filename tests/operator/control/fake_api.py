@@ -131,6 +131,8 @@ class FakeApi:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         verb = "WATCH" if request.query.get("watch") == "true" else request.method
+        if request.headers.get("Authorization", "").lower() != "bearer secret":
+            return web.json_response({"kind": "Status", "reason": "Unauthorized"}, status=401)
         for part in self.hanging:
             if part in request.path:
                 await asyncio.sleep(3600)

@@ -234,7 +234,7 @@ async def test_readings_are_written_now_and_then_only(
         script.answer = lambda i: replace(idle(i), observed=replace(OBSERVED, batch=float(next(readings))))
         await asyncio.sleep(3.2)
         writes = [call.path for call in api.writes()]
-    assert 2 <= len(writes) <= 4
+    assert 1 <= len(writes) <= 4
     assert all(path.endswith("/status") for path in writes)
 
 
