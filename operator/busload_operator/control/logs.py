@@ -37,6 +37,7 @@ def configure(level: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
-    for name, least in (("kopf.objects", logging.WARNING), ("kopf", logging.INFO), ("asyncio", logging.WARNING)):
+    # kopf warns that it handles no signals, which is how it is meant here.
+    quieter = {"kopf._core.reactor.running": logging.ERROR, "kopf.objects": logging.WARNING, "kopf": logging.INFO}
+    for name, least in {**quieter, "asyncio": logging.WARNING, "aiohttp.access": logging.WARNING}.items():
         logging.getLogger(name).setLevel(max(least, root.level))
-    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)

@@ -214,7 +214,7 @@ def _why_waiting(seen: Seen, here: Sequence[Object]) -> tuple[str, str]:
         return found
     wanted, ready = seen.tuner.in_force.replicas, sum(map(pod_words.is_ready, here))
     if not _rollout(seen)[0] and ready:
-        return "RollingOut", f"generation {seen.service.generation} is being rolled out; {ready} pods are ready"
+        return "RollingOut", f"generation {seen.service.generation} is being rolled out; ready pods: {ready}"
     if len(here) > wanted:
         return "ScalingDown", f"{wanted} replicas are wanted, {len(here)} still run"
     return "Starting", f"{ready} of {wanted} replicas are ready"
