@@ -16,7 +16,7 @@ import threading
 import time
 from typing import Any
 
-from e2e import access
+from e2e import access, services
 from e2e.access import ROOT, Cluster, wait_for
 from e2e.load import Report, from_json
 from e2e.steps import OUT, Steps, say
@@ -43,7 +43,10 @@ def up(kind: str) -> int:
     with steps.step("operator", "Installing CRD, RBAC and operator"):
         install(cluster)
     with steps.step("service", f"Applying docs/examples/chat.yaml and waiting for InferenceService {NAME} to be Ready"):
-        cluster.kubectl("apply", "-n", NAMESPACE, "-f", str(ROOT / "docs/examples/chat.yaml"))
+        example = str(ROOT / "docs/examples/chat.yaml")
+        # What an earlier demo tuned would stay in force, and there would be nothing to see.
+        cluster.kubectl("delete", "-n", NAMESPACE, "-f", example, "--ignore-not-found", "--cascade=foreground")
+        cluster.kubectl("apply", "-n", NAMESPACE, "-f", example)
         wait_ready(cluster)
     with steps.step("answer", f"Asking the model: {QUESTION}"):
         answer = ask(cluster)
@@ -95,11 +98,7 @@ def install(cluster: Cluster) -> None:
 
 
 def wait_ready(cluster: Cluster) -> None:
-    def ready() -> bool:
-        service = cluster.get("inferenceservice", NAME, "-n", NAMESPACE)
-        return bool(access.condition(service, "Ready")["status"] == "True")
-
-    wait_for(ready, 240, f"InferenceService {NAME} Ready")
+    services.wait_ready(cluster, NAMESPACE, NAME, 240)
     print(cluster.kubectl("get", "inferenceservices", "-n", NAMESPACE), flush=True)
 
 
@@ -129,7 +128,7 @@ def burst(cluster: Cluster) -> tuple[Report, list[dict[str, Any]]]:
             # As many clients, each sending its next request at once, until the operator has acted: on a fast machine
             # 32 requests alone would be over before anybody could look.
             load = ["--url", f"{url}/v1", "--model", NAME, "--requests", "100000", "--seconds", "240"]
-            program = cluster.program(prefix, "e2e.load", *load, "--concurrency", str(BURST), "--max-tokens", "128")
+            program = cluster.program(prefix, "e2e.load", *load, "--concurrency", str(BURST), "--max-tokens", "64")
 
             def acted() -> list[dict[str, Any]]:
                 new = [d for d in decisions_of(cluster) if d["id"] > first]
@@ -167,7 +166,8 @@ def explain(report: Report, decisions: list[dict[str, Any]]) -> None:
         print(f"      {decision['message']}")
         print("      inputs:     " + ", ".join(f"{i['name']}={i['value']}" for i in decision["inputs"]))
         print("      prediction: " + ", ".join(f"{k}={v}" for k, v in decision.get("prediction", {}).items()))
-        print("      outcome:    " + ", ".join(f"{k}={v}" for k, v in decision.get("outcome", {}).items()))
+        outcome = decision["outcome"]
+        print(f"      outcome:    {outcome['verdict']}: {outcome.get('message', '')}")
 
 
 def hints(cluster: Cluster, kind: str) -> None:

@@ -83,7 +83,7 @@ def test_a_crashed_engine_is_not_ready_and_comes_back(operator: Cluster, namespa
     services.apply(operator, namespace, services.manifest("chat"))
     services.wait_ready(operator, namespace, "chat")
     pod = services.pods(operator, namespace, "chat")[0]["metadata"]["name"]
-    kill = "for p in /proc/[0-9]*; do grep -qa engine.process $p/cmdline && kill -9 ${p#/proc/}; done; true"
+    kill = "for p in /proc/[0-9]*; do grep -qa [e]ngine.process $p/cmdline && kill -9 ${p#/proc/}; done; true"
     operator.kubectl("exec", "-n", namespace, pod, "--", "/bin/sh", "-c", kill)
 
     def not_ready() -> dict[str, Any] | None:

@@ -91,7 +91,7 @@ def run(settings: Settings, arguments: argparse.Namespace, _: Progress) -> int:
     for name in ("http_proxy", "https_proxy", "all_proxy"):  # no proxy can be reached from in there
         environment.pop(name, None)
         environment.pop(name.upper(), None)
-    return host.enter_network(pid, command, environment)
+    host.enter_network(pid, command, environment)
 
 
 def status(settings: Settings, _: argparse.Namespace, progress: Progress) -> int:

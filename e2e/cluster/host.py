@@ -8,11 +8,11 @@ import platform
 import re
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from .shell import Failure, Progress, exclusive, run
 
@@ -189,6 +189,6 @@ def choose_port(explicit: int | None, preferred: int, free: Callable[[int], bool
     raise Failure(f"no port from {preferred} to {preferred + 99} is free on 127.0.0.1: set BUSLOAD_API_PORT")
 
 
-def enter_network(pid: int, argv: list[str], environment: dict[str, str]) -> int:
-    """Runs a command in the network namespace of process `pid`, in front, and returns its exit status."""
-    return subprocess.run(["nsenter", "-t", str(pid), "-n", "--", *argv], env=environment).returncode
+def enter_network(pid: int, argv: list[str], environment: dict[str, str]) -> NoReturn:
+    """Becomes a command in the network namespace of process `pid`: signals reach it, its exit status is ours."""
+    os.execvpe("nsenter", ["nsenter", "-t", str(pid), "-n", "--", *argv], environment)

@@ -91,6 +91,8 @@ def _container(service: InferenceService, settings: RuntimeSettings) -> dict[str
     return {
         "name": CONTAINER,
         "image": settings.image,
+        # The last lines of a container that failed go into its status, and from there into Ready's message.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "imagePullPolicy": settings.image_pull_policy,
         "command": ["busload", "serve"],
         "args": _arguments(service),
