@@ -25,7 +25,7 @@ def logits(weights: WeightFile, tokens: Sequence[int]) -> Array:
         layer = weights.layer(index)
         normed = _rounded(_norm(x, layer.attention_norm, config.norm_eps), _GROUP, 127)
         heads = (normed @ _stored(layer.qkv).T).reshape(n, -1, dim)
-        queries = _rounded(_rotate(heads[:, : config.num_heads], angles), dim, 8191)
+        queries = _rounded(_rotate(heads[:, : config.num_heads], angles), dim, 127)
         keys = _rounded(_rotate(heads[:, config.num_heads : -kv_heads], angles), dim, 127)
         values, scales = _quantise(heads[:, -kv_heads:], dim, 127)
         attended = _attend(queries, keys, values, scales[..., 0])
@@ -39,7 +39,8 @@ def logits(weights: WeightFile, tokens: Sequence[int]) -> Array:
 
 
 def _attend(queries: Array, keys: Array, values: Array, scales: Array) -> Array:
-    """Causal; softmax weights times value scales are rounded to 255 steps in each tile of 32 tokens."""
+    """Causal. In each tile of 32 tokens softmax weights times value scales are rounded to 255 steps of their largest
+    possible product."""
     n, heads, dim = queries.shape
     result = np.empty_like(queries)
     for head in range(heads):
@@ -48,11 +49,14 @@ def _attend(queries: Array, keys: Array, values: Array, scales: Array) -> Array:
         scores[np.triu_indices(n, 1)] = -np.inf
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
         weights /= weights.sum(axis=1, keepdims=True)
-        weights *= scales[:, kv]
+        visible = np.tril(np.broadcast_to(scales[:, kv], (n, n)))
         for first in range(0, n, _TILE):
-            tile = weights[:, first : first + _TILE]
-            top = tile.max(axis=1, keepdims=True)
-            tile[:] = np.rint(np.divide(tile, top, out=np.zeros_like(tile), where=top > 0) * 255) * top / 255
+            tile = slice(first, first + _TILE)
+            top = weights[:, tile].max(axis=1, keepdims=True) * visible[:, tile].max(axis=1, keepdims=True)
+            whole = np.divide(
+                weights[:, tile] * visible[:, tile], top, out=np.zeros((n, len(range(n)[tile]))), where=top > 0
+            )
+            weights[:, tile] = np.rint(whole * 255) * top / 255
         result[:, head] = weights @ values[:, kv]
     return result
 

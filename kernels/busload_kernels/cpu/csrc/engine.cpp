@@ -70,7 +70,7 @@ Buffers lay_out(Arena& arena, const BlModel& m, int threads, int64_t tokens, int
   b.normed = take_activations(arena, rows, m.hidden);
   b.attended = take_activations(arena, tokens, attended);
   b.gated = take_activations(arena, tokens, m.ffn);
-  b.queries.q = arena.take<int8_t>(tokens * 2 * attended);
+  b.queries.q = arena.take<int8_t>(tokens * attended);
   b.queries.scale = arena.take<float>(tokens * m.heads);
   b.queries.sum = arena.take<int32_t>(tokens * m.heads);
   b.logits = arena.take<float>(samples * m.output.rows);

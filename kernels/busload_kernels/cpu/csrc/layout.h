@@ -40,12 +40,11 @@ struct Activations {
 constexpr int kBlockTokens = BL_BLOCK_TOKENS;
 inline int64_t kv_tile_bytes(int head_dim) { return 2 * kBlockTokens * (int64_t)head_dim + 2 * kBlockTokens * 4; }
 
-// Rotated queries in two signed bytes, value = scale * (128 * high + low): 14 bits cost the cache nothing and keep the
-// scores as exact as the keys are.
+// Rotated queries: value = scale * q, |q| <= 127.
 struct Queries {
-  int8_t* q;       // [rows][heads][2][head_dim]: high, low
-  float* scale;    // [rows][heads], attention scale and log2(e) included
-  int32_t* sum;    // [rows][heads] sum of 128 * high + low
+  int8_t* q;     // [rows][heads][head_dim]
+  float* scale;  // [rows][heads], attention scale and log2(e) included
+  int32_t* sum;  // [rows][heads] sum of q, for the bias of the keys
 };
 
 }  // namespace busload

@@ -16,7 +16,7 @@ constexpr int kPrefetchAhead = 8192;
 
 struct W4 {
   using Dot = DotNibbles;
-  static constexpr int kBytes = kTile4Bytes;
+  static constexpr int kBytes = kTile4Bytes, kLocality = 3;  // fetch to L1
   static constexpr bool kOffset = true;
   // Line of inputs 4 * step ..: steps 0-3 are low nibbles, 4-7 the high nibbles of the same bytes.
   static Line line(const uint8_t* tile, int step) {
@@ -29,7 +29,7 @@ struct W4 {
 
 struct W8 {
   using Dot = DotBytes;
-  static constexpr int kBytes = kTile8Bytes;
+  static constexpr int kBytes = kTile8Bytes, kLocality = 3;
   static constexpr bool kOffset = Dot::kBias != 0;
   static Line line(const uint8_t* tile, int step) { return load_line(tile + 64 * step); }
   static F16 scale(const uint8_t* tile) { return load_half(tile + 512); }
@@ -39,7 +39,7 @@ struct W8 {
 template <class Packed>
 struct Wide {
   using Dot = typename Packed::Dot;
-  static constexpr int kBytes = kWideBytes;
+  static constexpr int kBytes = kWideBytes, kLocality = 2;  // to L2: L1 is full
   static constexpr bool kOffset = Packed::kOffset;
   static Line line(const uint8_t* tile, int step) { return load_line(tile + 64 * step); }
   static F16 scale(const uint8_t* tile) { return load((const float*)(tile + 512)); }
@@ -60,11 +60,23 @@ struct Output {
   bool add;
 };
 
-// Rows x Tiles block: tiles of one group lie `between` bytes apart, groups `per_group`. `ahead`: what to fetch
-// meanwhile, `fetch` bytes a group (0: nothing).
+// Weights to fetch while a block computes: `bytes` per group.
+struct Fetch {
+  const uint8_t* from;
+  int bytes;
+};
+
+// The share of one of `parts` blocks that together fetch `bytes` per group, so that memory is busy during all of them.
+inline Fetch share_of(const uint8_t* from, int bytes, int groups, int part, int parts) {
+  const int each = (bytes / parts + 63) / 64 * 64;
+  const int64_t offset = (int64_t)part * each * groups;
+  return offset < (int64_t)bytes * groups ? Fetch{from + offset, each} : Fetch{from, 0};
+}
+
+// Rows x Tiles block: tiles of one group lie `between` bytes apart, groups `per_group`.
 template <class Format, int Rows, int Tiles>
 inline void block(const uint8_t* w, int64_t between, int64_t per_group, const Activations& x, int row, const Output& o,
-                  const uint8_t* ahead, int fetch) {
+                  Fetch fetch) {
   using Dot = typename Format::Dot;
   const int groups = x.cols / kGroup;
   const int8_t* q = x.q + (int64_t)row * x.cols;
@@ -74,8 +86,8 @@ inline void block(const uint8_t* w, int64_t between, int64_t per_group, const Ac
   for (int r = 0; r < Rows; r++)
     for (int t = 0; t < Tiles; t++) result[r][t] = splat(0);
   for (int g = 0; g < groups; g++, w += per_group, q += kGroup) {
-    for (int i = 0; i < fetch; i += 64) __builtin_prefetch(ahead + i);
-    ahead += fetch;
+    for (int i = 0; i < fetch.bytes; i += 64) __builtin_prefetch(fetch.from + i, 0, Format::kLocality);
+    fetch.from += fetch.bytes;
     typename Dot::Sum dots[Rows][Tiles];
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; r++)
@@ -116,10 +128,10 @@ inline void block(const uint8_t* w, int64_t between, int64_t per_group, const Ac
 // `block` with a row count known only at run time.
 template <class Format, int Tiles, int MaxRows>
 inline void block_rows(int rows, const uint8_t* w, int64_t between, int64_t per_group, const Activations& x, int row,
-                       const Output& o, const uint8_t* ahead, int fetch) {
+                       const Output& o, Fetch fetch) {
   if constexpr (MaxRows > 1)
-    if (rows < MaxRows) return block_rows<Format, Tiles, MaxRows - 1>(rows, w, between, per_group, x, row, o, ahead, fetch);
-  block<Format, MaxRows, Tiles>(w, between, per_group, x, row, o, ahead, fetch);
+    if (rows < MaxRows) return block_rows<Format, Tiles, MaxRows - 1>(rows, w, between, per_group, x, row, o, fetch);
+  block<Format, MaxRows, Tiles>(w, between, per_group, x, row, o, fetch);
 }
 
 // Few rows: straight from the packed stream, 16 outputs at a time; the tile stays in L1 for further passes. Unpacking
@@ -128,19 +140,20 @@ constexpr int kDirectMax = 16;
 
 template <class Format>
 void linear_direct(const uint8_t* stripe, int64_t stripe_size, const Activations& x, int rows, const Output& o) {
+  const int groups = x.cols / kGroup;
   for (int t = 0; t < kUnitRows / kTileRows; t++, stripe += stripe_size) {
     Output tile{o.out + t * kTileRows, o.stride, o.add};
     const int passes = (rows + kDirectRows - 1) / kDirectRows;
     for (int row = 0, pass = 0; row < rows; pass++) {
       int count = (rows - row + passes - pass - 1) / (passes - pass);  // equal passes: no lone last row
-      block_rows<Format, 1, kDirectRows>(count, stripe, 0, Format::kBytes, x, row, tile, stripe + kPrefetchAhead,
-                                         pass == 0 ? Format::kBytes : 0);
+      block_rows<Format, 1, kDirectRows>(count, stripe, 0, Format::kBytes, x, row, tile,
+                                         share_of(stripe + kPrefetchAhead, Format::kBytes, groups, pass, passes));
       row += count;
     }
   }
 }
 
-// Many rows: unpacked once to L1, then blocks of rows; the next unit's bytes come in during the first of them.
+// Many rows: unpacked once to L1, then blocks of rows, during which the next unit comes to L2.
 template <class Format>
 void linear_wide(const uint8_t* stripe, int64_t stripe_size, const Activations& x, int rows, const Output& o,
                  uint8_t* wide) {
@@ -149,15 +162,15 @@ void linear_wide(const uint8_t* stripe, int64_t stripe_size, const Activations& 
     for (int g = 0; g < groups; g++)
       Wide<Format>::unpack(stripe + t * stripe_size + (int64_t)g * Format::kBytes, wide + (g * tiles + t) * kWideBytes);
   const uint8_t* next = stripe + tiles * stripe_size;
-  for (int row = 0; row < rows;) {
+  const int parts = (rows + kWideRows - 1) / kWideRows * (tiles / kWideTiles);
+  for (int row = 0, part = 0; row < rows;) {
     const int left = rows - row;
     int count = left < kWideRows ? left : kWideRows;
     if (left > kWideRows && left < 2 * kWideRows) count = (left + 1) / 2;
-    for (int t = 0; t < tiles; t += kWideTiles) {
-      Output part{o.out + t * kTileRows, o.stride, o.add};
+    for (int t = 0; t < tiles; t += kWideTiles, part++) {
+      Output piece{o.out + t * kTileRows, o.stride, o.add};
       block_rows<Wide<Format>, kWideTiles, kWideRows>(count, wide + t * kWideBytes, kWideBytes, tiles * kWideBytes, x, row,
-                                                      part, next + t * stripe_size,
-                                                      row == 0 ? kWideTiles * Format::kBytes : 0);
+                                                      piece, share_of(next, tiles * Format::kBytes, groups, part, parts));
     }
     row += count;
   }

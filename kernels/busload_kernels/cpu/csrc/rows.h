@@ -2,6 +2,8 @@
 #pragma once
 #include <math.h>
 
+#include <type_traits>
+
 #include "kernels.h"
 
 namespace {
@@ -11,10 +13,8 @@ using namespace busload;
 constexpr int kMaxHeadDim = 256;
 constexpr float kLog2E = 1.44269504f;
 
-// 2^x for x clipped to [-126, 126]. The fraction by the Taylor series of 2^f, |f| <= 1/2, up to f^6: relative error
-// 2e-7.
-inline F16 exp2(F16 x) {
-  x = max(min(x, splat(126.f)), splat(-126.f));
+// 2^x for -126 <= x <= 126. The fraction by the Taylor series of 2^f, |f| <= 1/2, up to f^6: relative error 2e-7.
+inline F16 exp2_within(F16 x) {
   F16 whole = round_float(x), f = sub(x, whole);
   F16 p = splat(1.5403530e-4f);
   p = fma(p, f, splat(1.3333558e-3f));
@@ -25,6 +25,8 @@ inline F16 exp2(F16 x) {
   p = fma(p, f, splat(1.f));
   return times_power_of_two(p, whole);
 }
+inline F16 exp2_below(F16 x) { return exp2_within(max(x, splat(-126.f))); }  // x <= 126
+inline F16 exp2(F16 x) { return exp2_below(min(x, splat(126.f))); }
 
 // Two halves of a group of 32 to int8 with one scale.
 inline void quantise_group(F16 a, F16 b, const Activations& out, int64_t row, int group) {
@@ -85,26 +87,16 @@ inline void rotate(float* x, const float* norm, float eps, int head_dim, RopeRow
   }
 }
 
+inline int32_t sum_of(const int8_t* q, int n) {
+  int32_t total = 0;
+  for (int i = 0; i < n; i++) total += q[i];
+  return total;
+}
+
 inline float peak_of(const float* x, int n) {
   F16 peak = splat(0);
   for (int i = 0; i < n; i += 16) peak = max(peak, abs(load(x + i)));
   return largest(peak);
-}
-
-inline void quantise_query(const float* x, const BlModel& m, const Queries& out, int64_t index) {
-  const int dim = m.head_dim;
-  const float peak = peak_of(x, dim);
-  const F16 inverse = splat(peak > 0 ? 8191.f / peak : 0.f);
-  int8_t* high = out.q + index * 2 * dim;
-  I16 total = splat_int(0);
-  for (int i = 0; i < dim; i += 16) {
-    F16 value = round_float(mul(load(x + i), inverse)), upper = round_float(mul(value, splat(1.f / 128)));
-    store_bytes(high + i, round_int(upper));
-    store_bytes(high + dim + i, round_int(fma(upper, splat(-128.f), value)));
-    total = add_int(total, round_int(value));
-  }
-  out.scale[index] = peak * (1.f / 8191) * m.attention_scale * kLog2E;
-  out.sum[index] = sum_int(total);
 }
 
 // int8 with one scale; returns the scale.
@@ -123,7 +115,9 @@ void rotate_store(const BlModel& m, const BlLayer& layer, float* qkv, RopeRow ro
       store(qkv + i, add(load(qkv + i), load(layer.qkv_bias + i)));
   for (int h = 0; h < m.heads; h++, qkv += dim) {
     rotate(qkv, layer.query_norm, m.norm_eps, dim, rope);
-    quantise_query(qkv, m, queries, (int64_t)row * m.heads + h);
+    const int64_t index = (int64_t)row * m.heads + h;
+    queries.scale[index] = quantise_vector(qkv, dim, queries.q + index * dim) * m.attention_scale * kLog2E;
+    queries.sum[index] = sum_of(queries.q + index * dim, dim);
   }
   for (int h = 0; h < m.kv_heads; h++, qkv += dim, tile += kv_tile_bytes(dim)) {
     int8_t q[kMaxHeadDim];

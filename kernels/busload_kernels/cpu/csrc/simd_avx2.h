@@ -65,7 +65,6 @@ inline int32_t sum_int(I16 v) {
 }
 inline I16 add_int(I16 x, I16 y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 inline I16 splat_int(int32_t v) { return {_mm256_set1_epi32(v), _mm256_set1_epi32(v)}; }
-inline I16 times_128(I16 v) { return {_mm256_slli_epi32(v.a, 7), _mm256_slli_epi32(v.b, 7)}; }
 inline I16 count_up(int32_t first) {
   __m256i low = _mm256_add_epi32(_mm256_set1_epi32(first), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
   return {low, _mm256_add_epi32(low, _mm256_set1_epi32(8))};

@@ -33,7 +33,6 @@ inline F16 times_power_of_two(F16 v, F16 whole) { return _mm512_scalef_ps(v, who
 inline int32_t sum_int(I16 v) { return _mm512_reduce_add_epi32(v); }
 inline I16 add_int(I16 a, I16 b) { return _mm512_add_epi32(a, b); }
 inline I16 splat_int(int32_t v) { return _mm512_set1_epi32(v); }
-inline I16 times_128(I16 v) { return _mm512_slli_epi32(v, 7); }
 inline I16 count_up(int32_t first) {
   return _mm512_add_epi32(_mm512_set1_epi32(first), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
 }

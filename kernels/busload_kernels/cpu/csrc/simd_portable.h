@@ -89,7 +89,6 @@ inline int32_t sum_int(I16 x) {
 }
 inline I16 add_int(I16 x, I16 y) { return lanes<I16>([&](int i) { return x.v[i] + y.v[i]; }); }
 inline I16 splat_int(int32_t x) { return lanes<I16>([&](int) { return x; }); }
-inline I16 times_128(I16 x) { return lanes<I16>([&](int i) { return x.v[i] * 128; }); }
 inline I16 count_up(int32_t first) { return lanes<I16>([&](int i) { return first + i; }); }
 inline F16 keep_between(F16 x, I16 index, int32_t low, int32_t high, F16 other) {
   return lanes<F16>([&](int i) { return low <= index.v[i] && index.v[i] < high ? x.v[i] : other.v[i]; });
