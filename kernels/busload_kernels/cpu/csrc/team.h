@@ -1,5 +1,8 @@
-// A small thread team: the caller is thread 0, the others sleep until `run`. Waiting spins for some microseconds, which
-// is what the next phase usually takes, then sleeps in the kernel: a busy neighbour or a quota costs time, not a collapse.
+// A small thread team: the caller is thread 0, the others sleep until `run`. A task is the same sequence of shared phases
+// on every thread. A phase ends when its items are done, not when all threads have come: a thread that lost its core holds
+// up the one item it was at, no more, and skips what was done without it. Waiting spins for some microseconds, which is
+// what the rest of a phase usually takes, then sleeps in the kernel. So a busy neighbour or a quota costs time, not a
+// collapse.
 #pragma once
 #include <stdint.h>
 
@@ -13,12 +16,14 @@ namespace busload {
 // A counter that threads wait on to change.
 class Event {
  public:
+  explicit Event(uint32_t first = 0) : word_(first) {}
   uint32_t now() const { return word_.load(std::memory_order_acquire); }
-  void wait(uint32_t seen);
+  bool beyond(uint32_t seen) const { return (int32_t)(now() - seen) > 0; }
+  void wait_beyond(uint32_t seen);
   void advance();
 
  private:
-  alignas(64) std::atomic<uint32_t> word_{0};
+  alignas(64) std::atomic<uint32_t> word_;
   std::atomic<int> sleepers_{0};
 };
 
@@ -34,42 +39,47 @@ class Team {
   void run(Task& task) {
     task_ = [](void* t, int id) { (*(Task*)t)(id); };
     argument_ = &task;
-    if (size_ > 1) start_.advance();
+    if (size_ > 1) start();
     task(0);
-    barrier();
+    if (size_ > 1) finish(0);
   }
 
-  // To be called by all threads of a running task: none goes on before all have come.
-  void barrier();
-
-  // To be called by all threads: f(index) once for every index below `count`, then a barrier. Each thread begins with
-  // a range of its own, in order (so it streams through its part of a matrix), and then takes from the ends of others.
+  // To be called by all threads of a running task with the same count: f(index) once for every index below it. On
+  // return all of them are done, by whomever. Each thread begins with a range of its own, in order (so it streams
+  // through its part of a matrix), and then takes from the ends of others. What a thread prepares for f must depend
+  // only on what this phase reads: if it comes too late, it prepares from newer data and f is not called.
   template <class F>
   void share(int id, int count, F f) {
     if (size_ == 1) {
       for (int i = 0; i < count; i++) f(i);
       return;
     }
-    const uint32_t tag = ++member_[id].tag & 0xffff;
-    for (int index; (index = take(id, tag, count, true)) >= 0;) f(index);
+    if (count == 0) return;
+    const uint32_t phase = member_[id].phase++;
+    if (passed_.beyond(phase)) return;
+    int done = 0;
+    for (int index; (index = take(id, phase, count, true)) >= 0; done++) f(index);
     for (int other = 1; other < size_; other++)
-      for (int index; (index = take((id + other) % size_, tag, count, false)) >= 0;) f(index);
-    barrier();
+      for (int index; (index = take((id + other) % size_, phase, count, false)) >= 0; done++) f(index);
+    complete(phase, done, count);
   }
 
  private:
   struct alignas(64) Member {
-    std::atomic<uint64_t> range{0};  // 16 bits tag, 24 bits begin, 24 bits end
-    uint32_t tag = 0;
+    std::atomic<uint64_t> range{0};  // 16 bits of the phase, 24 bits begin, 24 bits end
+    uint32_t phase = 1;
   };
-  int take(int owner, uint32_t tag, int count, bool front);
+  int take(int owner, uint32_t phase, int count, bool front);
+  void complete(uint32_t phase, int done, int count);
+  void start();
+  void finish(int id);
   void work(int id);
 
   const int size_;
   std::unique_ptr<Member[]> member_;
   std::vector<std::thread> threads_;
-  Event start_, passed_;
-  alignas(64) std::atomic<int> arrived_{0};
+  Event started_, passed_{1}, finished_;  // passed_: the first phase whose items are not all done
+  alignas(64) std::atomic<int> done_{0}, arrived_{0};
   void (*task_)(void*, int) = nullptr;
   void* argument_ = nullptr;
   bool stop_ = false;
