@@ -15,6 +15,9 @@ WINDOWS = 3
 """Windows in a row that must show a miss."""
 WINDOWS_BADLY_MISSED = 2
 """The same, when the wait is over twice the objective."""
+REPLICA_SECONDS = 10.0
+"""For how long requests must wait before a replica is bought because no setting helps: a burst's first seconds are all
+prompts and look like a service that cannot keep up with them."""
 KV_SECONDS = 30.0
 """For how long a miss must last when memory is the cause: preemptions make throughput come in waves."""
 SETTINGS_SECONDS = 60.0
@@ -56,6 +59,8 @@ def _clear_wait(s: Situation) -> Candidate | str:
     settings = [raise_batch(s), raise_kv_cache(s)]
     possible = [c for c in settings if isinstance(c, Candidate)]
     if not possible:
+        if (lasted := s.inputs.now - s.state.streak.since) < REPLICA_SECONDS:
+            return f"no setting helps for {lasted:.0f} s of waiting; a replica needs this for {REPLICA_SECONDS:.0f} s"
         why = _why_not(s, [c for c in settings if isinstance(c, str)])
         return add_replicas(s, Reason.SETTINGS_CANNOT_CLEAR_WAIT, why)
     # Largest predicted throughput first.

@@ -80,6 +80,13 @@ class PodWindow:
         return self.batch >= 0.9 * self.batch_limit
 
     @property
+    def full(self) -> bool:
+        """What waited, waited for a place in the batch. In a window in which the queue began, its end tells: the mean
+        still holds the time before."""
+        began = self.waiting > 0 and not self.waiting_throughout
+        return self.at_limit or (began and self.running >= 0.9 * self.batch_limit)
+
+    @property
     def loaded(self) -> bool:
         """There was work for every place in the batch all the time: its tokens per second are a capacity."""
         return self.waiting_throughout or self.at_limit
@@ -268,16 +275,12 @@ def view(windows: Iterable[PodWindow]) -> View | None:
 
 
 def _full(by_pod: dict[str, list[PodWindow]]) -> bool:
-    waiting = full = 0.0
-    for group in by_pod.values():
-        seconds = sum(w.seconds for w in group)
-        queue = sum(w.queue_seconds for w in group) / seconds
-        waiting += queue
-        if sum(w.batch_seconds for w in group) >= 0.9 * sum(w.batch_limit * w.seconds for w in group):
-            full += queue
+    """Whether most of the waiting was for a place in the batch; without a queue, whether all places were taken."""
+    windows = [w for group in by_pod.values() for w in group]
+    waiting = sum(w.queue_seconds for w in windows)
     if waiting > 0:
-        return full >= 0.5 * waiting
-    return all(w.at_limit for group in by_pod.values() for w in group)
+        return sum(w.queue_seconds for w in windows if w.full) >= 0.5 * waiting
+    return all(w.at_limit for w in windows)
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -141,3 +141,22 @@ def test_full_is_said_of_the_pods_that_hold_the_queue() -> None:
     assert seen is not None
     assert seen.full
     assert seen.batch < 0.9 * seen.batch_limit
+
+
+def test_a_burst_that_begins_in_the_window_still_fills_the_places() -> None:
+    # Seen on a slow machine: the burst came half way through the window, and its first steps were all prompts.
+    began = replace(NEXT, batch_seconds=2.4, queue_seconds=12.0)
+    first = read(BASE, sample(began), 102.0).window
+    assert first is not None
+    assert first.batch == pytest.approx(1.2)
+    assert first.full
+    assert not replace(first, running=2.0).full
+    # Later a queue beside free places is something else.
+    assert not replace(first, waiting_throughout=True).full
+    later = replace(first, start=102.0, end=104.0, batch_seconds=8.0, queue_seconds=56.0, waiting_throughout=True)
+    together = view([first, later])
+    assert together is not None
+    assert together.full
+    beside = view([replace(first, running=2.0), replace(later, batch_seconds=2.0)])
+    assert beside is not None
+    assert not beside.full
