@@ -44,22 +44,29 @@ inline void scores(const TileView& tile, const Rows& rows, int first_row, F16 (*
   const AttendJob& job = rows.job;
   const int dim = job.model->head_dim;
   const int8_t* query[Count];
+#pragma GCC unroll 8
   for (int r = 0; r < Count; r++) query[r] = job.queries.q + rows.query(first_row + r) * dim;
-  for (int part = 0; part < 2; part++) {
-    typename DotBytes::Sum total[Count];
-    for (int r = 0; r < Count; r++) total[r] = DotBytes::zero();
-    const uint8_t* keys = tile.keys + part * 16 * dim;
-    for (int i = 0; i < dim; i += 4) {
-      Line line = load_line(keys + 16 * i);
+  // Both halves of the tile at once: a dot product waits for the one before it, and four rows alone leave gaps.
+  typename DotBytes::Sum total[Count][2];
+#pragma GCC unroll 8
+  for (int r = 0; r < Count; r++) total[r][0] = total[r][1] = DotBytes::zero();
 #pragma GCC unroll 4
-      for (int r = 0; r < Count; r++) DotBytes::step(total[r], line, load_word(query[r] + i));
-    }
-    const F16 scale = load(tile.key_scale + 16 * part);
+  for (int i = 0; i < dim; i += 4) {
+    const Line first = load_line(tile.keys + 16 * i), second = load_line(tile.keys + 16 * dim + 16 * i);
+#pragma GCC unroll 8
     for (int r = 0; r < Count; r++) {
-      const int64_t index = rows.query(first_row + r);
-      const I16 exact = add_int(DotBytes::total(total[r]), splat_int(-DotBytes::kBias * job.queries.sum[index]));
-      score[r][part] = mul(to_float(exact), mul(scale, splat(job.queries.scale[index])));
+      const int32_t word = load_word(query[r] + i);
+      DotBytes::step(total[r][0], first, word);
+      DotBytes::step(total[r][1], second, word);
     }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < Count; r++) {
+    const int64_t index = rows.query(first_row + r);
+    const I16 bias = splat_int(-DotBytes::kBias * job.queries.sum[index]);
+    const F16 scale = splat(job.queries.scale[index]);
+    for (int part = 0; part < 2; part++)
+      score[r][part] = mul(to_float(add_int(DotBytes::total(total[r][part]), bias)), mul(load(tile.key_scale + 16 * part), scale));
   }
 }
 
@@ -69,11 +76,13 @@ void weigh(const TileView& tile, const Rows& rows, int first_row, Weights& out) 
   scores<Count>(tile, rows, first_row, score);
   F16 value_scale[2] = {load(tile.value_scale), load(tile.value_scale + 16)};
   float top = largest(max(value_scale[0], value_scale[1]));
+#pragma GCC unroll 8
   for (int r = 0; r < Count; r++) {
     const int row = first_row + r, position = rows.position(row) - tile.first;
     const int low = rows.job.window ? position - rows.job.window + 1 : 0, high = position + 1;  // keys this row sees
     auto seen = [&](F16 v, int part, float otherwise) { return keep_between(v, count_up(16 * part), low, high, splat(otherwise)); };
     if (Masked) {
+#pragma GCC unroll 2
       for (int part = 0; part < 2; part++) {
         score[r][part] = seen(score[r][part], part, kMasked);
         value_scale[part] = seen(load(tile.value_scale + 16 * part), part, 0);
@@ -83,6 +92,7 @@ void weigh(const TileView& tile, const Rows& rows, int first_row, Weights& out) 
     const float peak = largest(max(score[r][0], score[r][1]));
     const F16 inverse = splat(top > 0 ? 255.f / top : 0.f);
     F16 weight[2];
+#pragma GCC unroll 2
     for (int part = 0; part < 2; part++) {
       weight[part] = exp2_below(sub(score[r][part], splat(peak)));
       if (Masked) weight[part] = seen(weight[part], part, 0);
@@ -106,6 +116,7 @@ inline void settle(Weights& weights, State& state, int rows, int dim) {
     alignas(64) float decay[16];
     store(decay, exp2_below(sub(before, peak)));
     for (int r = 0; r < rows; r++) {
+      if (decay[r] == 1) continue;
       const F16 by = splat(decay[r]);
       store(state.mass[r], mul(load(state.mass[r]), by));
       for (int d = 0; d < dim; d += 16) store(state.out[r] + d, mul(load(state.out[r] + d), by));
@@ -118,13 +129,15 @@ template <int Count>
 void add_values(const TileView& tile, const Weights& weights, int first_row, int dim, State& state) {
   for (int d = 0; d < dim; d += 16) {
     typename DotWeights::Sum total[Count];
+#pragma GCC unroll 8
     for (int r = 0; r < Count; r++) total[r] = DotWeights::zero();
 #pragma GCC unroll 8
     for (int t = 0; t < kBlockTokens; t += 4) {
       Line line = load_line(tile.values + t * dim + 4 * d);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int r = 0; r < Count; r++) DotWeights::step(total[r], line, load_word(weights.bytes[first_row + r] + t));
     }
+#pragma GCC unroll 8
     for (int r = 0; r < Count; r++) {
       float* out = state.out[first_row + r] + d;
       store(out, fma(to_float(DotWeights::total(total[r])), splat(weights.scale[first_row + r]), load(out)));
@@ -159,12 +172,15 @@ void attend(const AttendJob& job) {
   }
   const int last = job.position + job.count - 1;
   const int oldest = job.window && job.position >= job.window ? job.position - job.window + 1 : 0;
-  for (int b = oldest / kBlockTokens; b <= last / kBlockTokens; b++) {
-    const uint8_t* base = job.kv + job.blocks[b] * job.block_bytes + job.kv_head * kv_tile_bytes(dim);
-    if (b < last / kBlockTokens) {
-      const uint8_t* next = job.kv + job.blocks[b + 1] * job.block_bytes + job.kv_head * kv_tile_bytes(dim);
-      for (int64_t i = 0; i < kv_tile_bytes(dim); i += 64) __builtin_prefetch(next + i);
-    }
+  const int final = last / kBlockTokens;
+  const auto at = [&](int b) { return job.kv + job.blocks[b] * job.block_bytes + job.kv_head * kv_tile_bytes(dim); };
+  const auto fetch = [&](const uint8_t* tile) {
+    if (!tile) return;
+    for (int64_t i = 0; i < kv_tile_bytes(dim); i += 64) __builtin_prefetch(tile + i, 0, 2);  // to L2
+  };
+  for (int b = oldest / kBlockTokens; b <= final; b++) {
+    const uint8_t* base = at(b);
+    fetch(b + kFetchAhead <= final ? at(b + kFetchAhead) : job.next[b + kFetchAhead - final - 1]);
     const float* scales = (const float*)(base + 2 * kBlockTokens * dim);
     const TileView tile{base, base + kBlockTokens * dim, scales, scales + kBlockTokens, b * kBlockTokens};
     const bool whole = tile.first + kBlockTokens - 1 <= job.position && (!job.window || tile.first > last - job.window);

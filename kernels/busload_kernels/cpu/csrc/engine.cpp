@@ -225,13 +225,26 @@ struct Pass {
       k.rotate_store(m, layer, row(buffers.qkv, r, width), {buffers.cosine + angle, buffers.sine + angle}, buffers.queries, r,
                      tile, at.position % kBlockTokens);
     });
-    const int num_blocks = (int)engine.blocks.size();
-    team.share(id, num_blocks * m.kv_heads, [&](int i) {
-      const Block& block = engine.blocks[i / m.kv_heads];
-      k.attend({&m, buffers.queries, block.row, block.count, engine.rows[block.row].position, i % m.kv_heads, layer.window,
-                table(block.chunk), kv, engine.block_bytes, buffers.attended});
+    const int jobs = (int)engine.blocks.size() * m.kv_heads;
+    team.share(id, jobs, [&](int i) {
+      AttendJob job = attend_job(layer, kv, i);
+      if (i + 1 < jobs) first_tiles(attend_job(layer, kv, i + 1), job.next);
+      k.attend(job);
     });
     add_linear(id, layer.attention_output, buffers.attended, layer.post_attention_norm);
+  }
+
+  AttendJob attend_job(const BlLayer& layer, const uint8_t* kv, int index) const {
+    const Block& block = engine.blocks[index / m.kv_heads];
+    return {&m, buffers.queries, block.row, block.count, engine.rows[block.row].position, index % m.kv_heads, layer.window,
+            table(block.chunk), kv, engine.block_bytes, {}, buffers.attended};
+  }
+
+  static void first_tiles(const AttendJob& job, const uint8_t** tiles) {
+    const int first = job.window && job.position >= job.window ? (job.position - job.window + 1) / kBlockTokens : 0;
+    const int last = (job.position + job.count - 1) / kBlockTokens;
+    for (int i = 0; i < kFetchAhead && first + i <= last; i++)
+      tiles[i] = job.kv + job.blocks[first + i] * job.block_bytes + job.kv_head * kv_tile_bytes(job.model->head_dim);
   }
 
   void feed_forward(int id, const BlLayer& layer) {

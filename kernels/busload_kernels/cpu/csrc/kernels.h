@@ -15,6 +15,9 @@ struct RopeRow {
   const float* sine;
 };
 
+// Tiles of the KV cache fetched ahead of the one that is computed: memory takes longer than one tile's arithmetic.
+constexpr int kFetchAhead = 2;
+
 // Consecutive tokens of one request that attend together.
 struct AttendJob {
   const BlModel* model;
@@ -26,6 +29,7 @@ struct AttendJob {
   const int32_t* blocks;   // block table of the request
   const uint8_t* kv;       // cache of this layer: block b, this kv head at kv + b * block_bytes
   int64_t block_bytes;
+  const uint8_t* next[kFetchAhead];  // the first tiles of the job that probably follows; NULL: none
   Activations out;         // columns of this kv head's query heads are written
 };
 constexpr int kAttendRows = 16;

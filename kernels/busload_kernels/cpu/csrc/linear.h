@@ -83,7 +83,9 @@ inline void block(const uint8_t* w, int64_t between, int64_t per_group, const Ac
   const float* scale = x.scale + (int64_t)row * groups;
   const float* offset = x.offset + (int64_t)row * groups;
   F16 result[Rows][Tiles];
+#pragma GCC unroll 8
   for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 2
     for (int t = 0; t < Tiles; t++) result[r][t] = splat(0);
   for (int g = 0; g < groups; g++, w += per_group, q += kGroup) {
     for (int i = 0; i < fetch.bytes; i += 64) __builtin_prefetch(fetch.from + i, 0, Format::kLocality);
@@ -118,7 +120,9 @@ inline void block(const uint8_t* w, int64_t between, int64_t per_group, const Ac
       }
     }
   }
+#pragma GCC unroll 8
   for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 2
     for (int t = 0; t < Tiles; t++) {
       float* to = o.out + (row + r) * o.stride + t * kTileRows;
       store(to, o.add ? add(load(to), result[r][t]) : result[r][t]);
