@@ -104,7 +104,9 @@ def _compile(target: Path) -> None:
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             objects = list(pool.map(compile_one, sorted(SOURCES.glob("*.cpp"))))
         whole = Path(work) / target.name
-        _run(compiler, "-shared", "-pthread", *map(str, objects), "-o", str(whole))
+        # The C++ runtime goes in: the image that loads the library need not have one.
+        linking = ("-shared", "-pthread", "-static-libstdc++", "-static-libgcc")
+        _run(compiler, *linking, *map(str, objects), "-o", str(whole))
         whole.rename(target)
 
 

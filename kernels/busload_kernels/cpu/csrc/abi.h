@@ -80,7 +80,8 @@ void bl_destroy(BlEngine*);
 const char* bl_isa(const BlEngine*);
 int32_t bl_isa_runs(const char* isa);  // 1 when this CPU has all that the named path needs
 
-// KV cache: address space for max_blocks, committed when first written; resize gives memory of blocks >= n back.
+// KV cache: address space for max_blocks, committed when first written, in huge pages (blocks lie anywhere, and a page
+// walk per tile costs more than the tile): at most 2 MB more than the blocks need. Release gives blocks >= n back.
 int32_t bl_kv_reserve(BlEngine*, int64_t max_blocks);
 int32_t bl_kv_release_from(BlEngine*, int64_t num_blocks);
 int64_t bl_kv_block_bytes(const BlModel*);

@@ -317,10 +317,7 @@ int32_t bl_kv_reserve(BlEngine* engine, int64_t max_blocks) {
   bl_unmap(engine->kv, engine->kv_bytes);
   engine->kv_bytes = max_blocks * engine->block_bytes;
   engine->kv = (uint8_t*)bl_map(engine->kv_bytes);
-  if (!engine->kv) return engine->kv_bytes = 0, -1;
-  // A huge page would commit blocks that nobody has written: the pool must cost what is counted.
-  madvise(engine->kv, engine->kv_bytes, MADV_NOHUGEPAGE);
-  return 0;
+  return engine->kv ? 0 : (engine->kv_bytes = 0, -1);
 }
 
 int32_t bl_kv_release_from(BlEngine* engine, int64_t num_blocks) {
