@@ -20,7 +20,7 @@ def test_rolling_update_and_scale_down_lose_no_request(operator: Cluster, namesp
     load = services.Load(operator, namespace, "chat", **options)
     try:
         time.sleep(3)
-        body["spec"]["resources"]["requests"]["cpu"] = "400m"
+        body["spec"]["resources"]["requests"]["cpu"] = "210m"
         services.apply(operator, namespace, body)
         wait_for(lambda: replaced(operator, namespace, before), 240, "all pods replaced by the rolling update")
         time.sleep(3)
