@@ -1,0 +1,122 @@
+"""One TCP connection: uvicorn's HTTP/1.1, with bounds on what a client may send and on how long it may take.
+
+uvicorn bounds neither the size of a request's head nor the time it takes, nor the time a client may leave an answer
+unread: each lets one client hold memory and a file descriptor for ever.
+"""
+
+import asyncio
+from typing import Any
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from busload_runtime.server.errors import ApiError
+
+KEEP_ALIVE_SECONDS = 75
+"""Longer than the pools of usual clients and proxies keep a connection, so that they close it first.
+
+A head, and what is left of a body once its answer is out, must arrive in this time too."""
+_UNREAD_SECONDS = 300
+_HEAD_BYTES = 2**16
+_CHUNK_FACTOR = 8  # a body in chunks of one byte takes six bytes for each
+
+
+class HttpConnection(HttpToolsProtocol):
+    """Closes on a client that is too slow; answers 431 to a head that is too large, in the API's error shape."""
+
+    _deadline: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+    _running: RequestResponseCycle | None = None
+    _received = 0
+    _body_received = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_more()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._expect_nothing()
+        self.resume_writing()
+        # With pipelined requests uvicorn tells only the newest one that its client is gone.
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+        self.pipeline.clear()
+        super().connection_lost(exc)
+
+    def close_behind_answer(self) -> None:
+        """Closes once the answer that is under way is out. Its head may have promised to keep the connection: a client
+        that streams through a shutdown would otherwise send its next request to a process that is leaving."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.keep_alive = False
+
+    def data_received(self, data: bytes) -> None:
+        self._received += len(data)
+        super().data_received(data)
+        if self._received - self._body_received > _HEAD_BYTES + _CHUNK_FACTOR * self._body_received:
+            self._refuse(
+                ApiError(431, f"the request's head has more than {_HEAD_BYTES} bytes", code="request_head_too_large")
+            )
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(ApiError(400, "this is not a valid HTTP/1.1 request", code="invalid_http"))
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._expect_more()
+
+    def on_headers_complete(self) -> None:
+        self._expect_nothing()  # the route bounds the time for the body
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._body_received += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._expect_nothing()
+        self._received = self._body_received = 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        if self._received and not self.pipeline:
+            self._expect_more()
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(_UNREAD_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _expect_more(self) -> None:
+        self._expect_nothing()
+        self._deadline = self.loop.call_later(KEEP_ALIVE_SECONDS, self._on_deadline)
+
+    def _on_deadline(self) -> None:
+        if self._running is None or self._running.response_complete:
+            self.transport.close()
+        else:  # a pipelined head may be cut where reading was paused: its turn comes after the answer
+            self._expect_more()
+
+    def _expect_nothing(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answers outside of any request, and closes."""
+        if self.transport.is_closing():
+            return
+        body = msgspec.json.encode(error.body())
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[error.status] + head + body)
+        self.transport.close()

@@ -1,0 +1,154 @@
+"""What one TCP client may do to the server: huge heads, idle connections, pipelining, silence."""
+
+import asyncio
+import json
+import resource
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_server import LiveServer, eventually
+from uvicorn import Config
+from uvicorn.server import ServerState
+
+from busload_runtime.server import connection
+from busload_runtime.server.connection import HttpConnection
+
+LONG = {"prompt": "hello", "max_tokens": 60_000, "ignore_eos": True}
+
+
+def connect(server: LiveServer) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def request(**body: Any) -> bytes:
+    content = json.dumps(body).encode()
+    return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content)
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [b"GET /" + b"a" * 70_000, b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 15_000, b"GET / HTTP/1.1\r\nx: " + b"y" * 70_000],
+)
+def test_a_head_without_end_is_refused(tiny: LiveServer, flood: bytes) -> None:
+    with connect(tiny) as client:
+        client.sendall(flood)
+        answer = client.makefile("rb").read()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 431 ")
+    assert json.loads(body)["error"]["code"] == "request_head_too_large"
+
+
+def test_what_is_not_http_gets_an_error_in_the_usual_shape(tiny: LiveServer) -> None:
+    with connect(tiny) as client:
+        client.sendall(b"\x16\x03\x01 this is TLS\r\n\r\n")
+        head, _, body = client.makefile("rb").read().partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["code"] == "invalid_http"
+
+
+def test_a_body_in_tiny_chunks_is_no_flood(tiny: LiveServer) -> None:
+    body = json.dumps({"prompt": "hello " * 4000, "max_tokens": 1}).encode()  # 24 kB, six times that on the wire
+    response = tiny.http.post("/v1/completions", content=iter([bytes([byte]) for byte in body]))
+    assert response.status_code in (200, 400)
+    assert response.status_code == 200 or response.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_pipelining_client_that_leaves_frees_its_seat(tiny: LiveServer) -> None:
+    eventually(lambda: tiny.level("vllm:num_requests_running") == 0)
+    arrived = tiny.metrics()["busload_requests_arrived_total"]
+    long = {**LONG, "max_tokens": 4000}
+    with connect(tiny) as client:
+        client.sendall(request(**long) * 3)
+        eventually(lambda: tiny.level("vllm:num_requests_running") == 1)
+    eventually(lambda: tiny.level("vllm:num_requests_running") == 0, seconds=3)
+    assert tiny.metrics()["busload_requests_arrived_total"] == arrived + 1
+
+
+def test_more_idle_connections_than_the_soft_limit_of_files(tiny_model: Path, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        server = LiveServer(tmp_path, f"--model={tiny_model}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    try:
+        clients = [connect(server) for _ in range(400)]
+        assert server.http.get("/health/live").status_code == 200
+        for client in clients:
+            client.close()
+    finally:
+        server.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+class Wire(asyncio.Transport):
+    """A transport that only notes how it was closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended = ""
+
+    def is_closing(self) -> bool:
+        return bool(self.ended)
+
+    def close(self) -> None:
+        self.ended = self.ended or "closed"
+
+    def abort(self) -> None:
+        self.ended = "aborted"
+
+    def write(self, data: Any) -> None: ...
+
+
+@pytest.fixture
+def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
+    monkeypatch.setattr(connection, "KEEP_ALIVE_SECONDS", 0.01)
+    monkeypatch.setattr(connection, "_UNREAD_SECONDS", 0.01)
+    return Wire()
+
+
+def after(wire: Wire, act: Any) -> str:
+    """How the connection ended some time after `act`."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(60)
+
+    async def live() -> str:
+        subject = HttpConnection(Config(app, lifespan="off"), ServerState(), {})
+        subject.connection_made(wire)
+        act(subject)
+        await asyncio.sleep(0.1)
+        ended = wire.ended
+        for task in subject.tasks:
+            task.cancel()
+        return ended
+
+    return asyncio.run(live())
+
+
+def test_a_client_that_sends_no_whole_head_is_closed(wire: Wire) -> None:
+    assert after(wire, lambda subject: subject.data_received(b"GET / HTTP/1.1\r\nx: ")) == "closed"
+
+
+def test_a_request_in_work_is_not_closed(wire: Wire) -> None:
+    assert after(wire, lambda subject: subject.data_received(b"GET / HTTP/1.1\r\n\r\nGET /")) == ""
+
+
+def test_a_client_that_reads_nothing_is_dropped(wire: Wire) -> None:
+    def act(subject: HttpConnection) -> None:
+        subject.data_received(b"GET / HTTP/1.1\r\n\r\n")
+        subject.pause_writing()
+
+    assert after(wire, act) == "aborted"
+
+
+def test_a_client_that_reads_again_is_kept(wire: Wire) -> None:
+    def act(subject: HttpConnection) -> None:
+        subject.data_received(b"GET / HTTP/1.1\r\n\r\n")
+        subject.pause_writing()
+        subject.resume_writing()
+
+    assert after(wire, act) == ""
