@@ -79,6 +79,8 @@ def parse_limits(text: str) -> LimitsDocument:
         body = json.loads(text)
     except ValueError as error:
         raise LimitsError(f"limits document is not JSON: {error}") from None
+    except RecursionError:
+        raise LimitsError("limits document is nested too deeply") from None
     if not isinstance(body, dict):
         raise LimitsError(f"limits document must be an object, got {type(body).__name__}")
     _known(body, {"generation", "default", "trial"}, "limits document")
@@ -88,17 +90,17 @@ def parse_limits(text: str) -> LimitsDocument:
     if trial is None:
         return LimitsDocument(generation, default)
     if not isinstance(trial, dict):
-        raise LimitsError(f"trial must be an object with pod and limits, got {trial!r}")
+        raise LimitsError(f"trial must be an object with pod and limits, got {trial!r:.80}")
     _known(trial, {"pod", "limits"}, "trial")
     pod = trial.get("pod")
     if not isinstance(pod, str) or not pod:
-        raise LimitsError(f"trial.pod must be the name of a pod, got {pod!r}")
+        raise LimitsError(f"trial.pod must be the name of a pod, got {pod!r:.80}")
     return LimitsDocument(generation, default, pod, _limits(trial.get("limits"), "trial.limits"))
 
 
 def _limits(body: Any, where: str) -> Limits:
     if not isinstance(body, dict):
-        raise LimitsError(f"{where} must be an object with {', '.join(map(_camel, _RANGES))}, got {body!r}")
+        raise LimitsError(f"{where} must be an object with {', '.join(map(_camel, _RANGES))}, got {body!r:.80}")
     _known(body, set(map(_camel, _RANGES)), where)
     values = {n: _integer(body.get(_camel(n)), f"{where}.{_camel(n)}", *r) for n, r in _RANGES.items()}
     limits = Limits(**values)
@@ -112,13 +114,13 @@ def _limits(body: Any, where: str) -> Limits:
 
 def _integer(value: Any, where: str, low: int, high: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise LimitsError(f"{where} must be an integer from {low} to {high}, got {value!r}")
+        raise LimitsError(f"{where} must be an integer from {low} to {high}, got {value!r:.80}")
     return value
 
 
 def _known(body: dict[str, Any], allowed: set[str], where: str) -> None:
     if unknown := sorted(set(body) - allowed):
-        raise LimitsError(f"unknown field {unknown[0]!r} in {where}; allowed: {', '.join(sorted(allowed))}")
+        raise LimitsError(f"unknown field {unknown[0]!r:.80} in {where}; allowed: {', '.join(sorted(allowed))}")
 
 
 def _camel(name: str) -> str:

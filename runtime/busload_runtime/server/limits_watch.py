@@ -1,11 +1,12 @@
 """Watches the limits file and has the engine apply what it says."""
 
 import asyncio
-import sys
 from pathlib import Path
 
-from busload_runtime.contract import LimitsDocument, LimitsError, parse_limits
+from busload_runtime.contract import LimitsDocument, LimitsError
 from busload_runtime.engine.messages import LimitsRefused
+from busload_runtime.server.limits_file import parse_limits_file, read_limits
+from busload_runtime.server.log import write_line
 from busload_runtime.server.service import Service
 
 # The kubelet swaps a symlink when a mounted ConfigMap changes, and inotify does not follow symlinks: so poll.
@@ -20,7 +21,7 @@ class LimitsWatch:
         self._pod_name = pod_name
         self._service = service
         self._applied = applied
-        self._seen: str | None = None
+        self._seen: bytes | None = None
         self._missing = False
 
     async def run(self) -> None:
@@ -30,9 +31,9 @@ class LimitsWatch:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def poll(self) -> None:
-        """One look at the file. It is small, so its text is compared: no change is missed, whatever its mtime."""
+        """One look at the file. It is small, so its content is compared: no change is missed, whatever its mtime."""
         try:
-            text = self._path.read_text(encoding="utf-8", errors="replace")
+            content = read_limits(self._path)
         except OSError as error:
             if not self._missing:
                 _log(f"{self._path} cannot be read ({error.strerror}); generation {self._applied.generation} stays")
@@ -41,11 +42,11 @@ class LimitsWatch:
         if self._missing:
             _log(f"{self._path} can be read again")
             self._missing = False
-        if text == self._seen:
+        if content == self._seen:
             return
-        self._seen = text
+        self._seen = content
         try:
-            document = parse_limits(text)
+            document = parse_limits_file(content)
         except LimitsError as error:
             self._refuse(str(error))
             return
@@ -74,4 +75,4 @@ class LimitsWatch:
 
 
 def _log(text: str) -> None:
-    print(f"busload serve: limits: {text}", file=sys.stderr, flush=True)
+    write_line(f"busload serve: limits: {text}")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from busload_runtime.contract import Limits, LimitsDocument, LimitsError, parse_limits
 from busload_runtime.server.errors import StartupError
+from busload_runtime.server.limits_file import parse_limits_file, read_limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +28,10 @@ class ServeOptions:
 
     def check(self) -> None:
         """Raises `StartupError` naming the flag, its value and what is allowed. The limits have their own check."""
-        if not self.served_model_name or len(self.served_model_name) > 256:
+        # It goes into every answer, metric label and log line: only what is Unicode and shows.
+        if not self.served_model_name.isprintable() or not 0 < len(self.served_model_name) <= 256:
             raise StartupError(
-                f"--served-model-name must have 1 to 256 characters, got {self.served_model_name[:300]!r}"
+                f"--served-model-name must have 1 to 256 printable characters, got {self.served_model_name!r:.300}"
             )
         if not 0 <= self.port <= 65535:
             raise StartupError(f"--port must be from 0 to 65535 (0 takes a free one), got {self.port}")
@@ -52,13 +54,11 @@ class ServeOptions:
             except LimitsError as error:
                 raise StartupError(_by_flag(str(error))) from None
         try:
-            text = self.limits_file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            return parse_limits_file(read_limits(self.limits_file))
+        except OSError as error:
             raise StartupError(
-                f"--limits-file {self.limits_file} cannot be read: {error}; mount it or drop the flag"
+                f"--limits-file {self.limits_file} cannot be read: {error.strerror}; mount it or drop the flag"
             ) from None
-        try:
-            return parse_limits(text)
         except LimitsError as error:
             raise StartupError(f"--limits-file {self.limits_file}: {error}") from None
 
