@@ -2,7 +2,6 @@
 
 import json
 import secrets
-import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from busload_runtime.server.log import write_line
 from busload_runtime.server.service import Service
 
 # Asked for every few seconds by probes and scrapers, and a 503 is one of their normal answers: not logged.
@@ -79,7 +79,7 @@ def log_request(scope: Scope, status: int, trace: Trace) -> None:
         "seconds": _rounded(time.monotonic() - trace.arrival),
         "reason": trace.reason,
     }
-    print(json.dumps({key: value for key, value in line.items() if value is not None}), file=sys.stderr, flush=True)
+    write_line(json.dumps({key: value for key, value in line.items() if value is not None}))
 
 
 def _rounded(seconds: float | None) -> float | None:

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import gc
 import json
+import os
+import resource
 import shutil
 import signal
 import socket
@@ -16,15 +18,18 @@ from typing import Any
 
 import uvicorn
 import uvloop
+import zmq
 
 from busload_runtime.contract import LimitsDocument
 from busload_runtime.model.errors import ModelError
 from busload_runtime.model.load import load_text_model
 from busload_runtime.server.admission import Admission
 from busload_runtime.server.app import build_app
+from busload_runtime.server.connection import KEEP_ALIVE_SECONDS, HttpConnection
 from busload_runtime.server.engine_client import EngineClient
 from busload_runtime.server.errors import StartupError
 from busload_runtime.server.limits_watch import LimitsWatch
+from busload_runtime.server.log import write_line
 from busload_runtime.server.metrics import Metrics
 from busload_runtime.server.options import ServeOptions
 from busload_runtime.server.service import Service
@@ -35,6 +40,7 @@ _PROGRESS_SECONDS = 2.0
 # Open streams get this long to receive their error event, and idle connections to close, before the process ends.
 _GOODBYE_SECONDS = 3
 _BACKLOG = 2048
+_SOCKET = "engine.sock"
 
 
 def serve(options: ServeOptions) -> int:
@@ -43,6 +49,7 @@ def serve(options: ServeOptions) -> int:
         options.check()
         document = options.first_document()
         listener = _listen(options.host, options.port)
+        _allow_many_connections()
         with contextlib.closing(listener), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_Serve(options, document, listener).run())
     except StartupError as error:
@@ -52,7 +59,7 @@ def serve(options: ServeOptions) -> int:
 
 def say(text: str) -> None:
     """One line for the person or the log that watches the start."""
-    print(f"busload serve: {text}", file=sys.stderr, flush=True)
+    write_line(f"busload serve: {text}")
 
 
 class _Serve:
@@ -66,14 +73,15 @@ class _Serve:
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._engine: asyncio.subprocess.Process | None = None
+        self._server: _Server | None = None
         self._started = time.monotonic()
         self._tasks: set[asyncio.Task[None]] = set()
         self._startup_done = False
 
     async def run(self) -> int:
-        directory = Path(tempfile.mkdtemp(prefix="busload-"))  # private: mode 0700
+        directory = _private_directory()
         try:
-            return await self._run(str(directory / "engine.sock"))
+            return await self._run(str(directory / _SOCKET))
         finally:
             for task in self._tasks:
                 task.cancel()
@@ -90,7 +98,7 @@ class _Serve:
         service = Service(options.served_model_name, metrics, admission, client)
         self._handle_signals(service)
         client.start()
-        server = _Server(uvicorn.Config(build_app(service), **_UVICORN))
+        server = self._server = _Server(uvicorn.Config(build_app(service), **_UVICORN))
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
         try:
             await self._spawn_engine(socket_path)
@@ -176,9 +184,11 @@ class _Serve:
             if not service.quiescing:
                 say("quiescing: not ready any more, still serving")
             service.quiescing = True
+            self._close_behind_answers()
 
         def stop() -> None:
             service.quiescing = service.admission.draining = True
+            self._close_behind_answers()
             if self._stop.is_set() and interactive:
                 self._hurry.set()
             self._stop.set()
@@ -194,9 +204,14 @@ class _Serve:
         loop.add_signal_handler(signal.SIGTERM, stop)
         loop.add_signal_handler(signal.SIGINT, interrupt)
 
+    def _close_behind_answers(self) -> None:
+        for connection in list(self._server.server_state.connections) if self._server else ():
+            assert isinstance(connection, HttpConnection)
+            connection.close_behind_answer()
+
     async def _spawn_engine(self, socket_path: str) -> None:
         options = self._options
-        command = [sys.executable, "-m", "busload_runtime.engine.process", "--socket", socket_path]
+        command = [sys.executable, "-P", "-m", "busload_runtime.engine.process", "--socket", socket_path]
         command += ["--model", options.model, "--executor", options.executor]
         command += ["--limits", json.dumps(self._limits.to_json())]
         if options.memory is not None:
@@ -222,14 +237,12 @@ class _Serve:
         name = self._options.served_model_name
         body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Say hello."}]})
         say(f"{name} is ready after {time.monotonic() - self._started:.1f} s at {url}; try")
-        print(
-            f"  curl {url}/chat/completions -H 'Content-Type: application/json' -d '{body}'",
-            file=sys.stderr,
-            flush=True,
-        )
+        write_line(f"  curl {url}/chat/completions -H 'Content-Type: application/json' -d '{body}'")
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        self._tasks.add(asyncio.create_task(work))
+        task = asyncio.create_task(work)
+        task.add_done_callback(_tell_crash)
+        self._tasks.add(task)
 
 
 class _Server(uvicorn.Server):
@@ -241,16 +254,40 @@ class _Server(uvicorn.Server):
 
 
 _UVICORN: dict[str, Any] = {
-    "http": "httptools",
+    "http": HttpConnection,
     "lifespan": "off",
     "access_log": False,
     "log_level": "warning",
     "server_header": False,
-    # Longer than the pools of usual clients and proxies keep a connection, so that they close it first.
-    "timeout_keep_alive": 75,
+    "timeout_keep_alive": KEEP_ALIVE_SECONDS,
     "timeout_graceful_shutdown": _GOODBYE_SECONDS,
     "backlog": _BACKLOG,
 }
+
+
+def _allow_many_connections() -> None:
+    """Each connection is an open file; the usual soft limit is meant for programs that use `select`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _private_directory() -> Path:
+    """A new directory (mode 0700) for the engine's socket. Raises `StartupError`."""
+    try:
+        directory = Path(tempfile.mkdtemp(prefix="busload-"))
+    except OSError as error:
+        raise StartupError(
+            f"no place for the engine's socket: {error.strerror or error}; set TMPDIR to a writable directory"
+        ) from None
+    if len(os.fsencode(directory / _SOCKET)) > zmq.IPC_PATH_MAX_LEN:
+        directory.rmdir()
+        raise StartupError(
+            f"TMPDIR {directory.parent} is too long: the path of the engine's socket in it may have "
+            f"{zmq.IPC_PATH_MAX_LEN} bytes; set a shorter one"
+        )
+    return directory
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -263,11 +300,18 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(_BACKLOG)  # now, so that a port taken by another is found here
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name that cannot be one of a host
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise StartupError(
-            f"--host {host} --port {port}: {error.strerror or error}; choose another with --port (0 takes a free one)"
+            f"--host {host} --port {port}: {why}; choose another with --port (0 takes a free one)"
         ) from None
     return listener
+
+
+def _tell_crash(task: asyncio.Task[None]) -> None:
+    """A task in the background that fails must not do so in silence."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        say(f"{task.get_coro()} failed: {type(error).__name__}: {error}")
 
 
 def _how_it_ended(code: int) -> str:
