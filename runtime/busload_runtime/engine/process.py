@@ -1,12 +1,13 @@
 """The engine process: `python -m busload_runtime.engine.process`, started by the HTTP process as its child.
 
 Loads the model, sizes the pool, computes one token, says `Ready` and then serves messages between steps. It ignores
-SIGTERM and SIGINT: those reach the whole process group, and it is the HTTP process that drains and then closes the
-socket. Exit codes: 0 the socket was closed; 1 a step failed; 2 the model, the memory or the flags cannot work. Before
-1 and 2 it sends `Failed` with one line.
+SIGTERM, SIGINT and SIGUSR1: those may reach the whole process group, and it is the HTTP process that drains and then
+closes the socket. Exit codes: 0 the socket was closed; 1 a step failed; 2 the model, the memory or the flags cannot
+work. Before 1 and 2 it sends `Failed` with one line.
 """
 
 import argparse
+import contextlib
 import gc
 import json
 import signal
@@ -45,7 +46,7 @@ LoadExecutor = Callable[[str, str], Executor]
 
 def main(arguments: Sequence[str] | None = None, load: LoadExecutor = create_executor) -> int:
     options = _parse(arguments)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     try:
         link = Link(options.socket)
@@ -72,7 +73,7 @@ def _run(link: Link, options: argparse.Namespace, load: LoadExecutor) -> int:
         )
         return 2
     except Exception as error:
-        traceback.print_exc()
+        _print_traceback()
         link.send(Failed(f"the engine could not start: {type(error).__name__}: {_one_line(error)}"))
         return 1
     link.send(ready)
@@ -81,7 +82,7 @@ def _run(link: Link, options: argparse.Namespace, load: LoadExecutor) -> int:
     except LinkClosed:
         return 0
     except Exception as error:
-        traceback.print_exc()
+        _print_traceback()
         link.send(Failed(f"the engine failed: {type(error).__name__}: {_one_line(error)}"))
     return 1
 
@@ -169,6 +170,11 @@ def _limits(message: ApplyLimits) -> Limits:
         max_queued_requests=message.max_queued_requests,
         max_queued_tokens=message.max_queued_tokens,
     )
+
+
+def _print_traceback() -> None:
+    with contextlib.suppress(OSError):  # a log that takes nothing must not hide the failure from the HTTP process
+        traceback.print_exc()
 
 
 def _one_line(error: BaseException) -> str:

@@ -69,6 +69,8 @@ class EngineClient:
     def start(self) -> None:
         """Begins to send, receive and watch."""
         self._tasks = [asyncio.create_task(work()) for work in (self._send, self._receive, self._watch)]
+        for task in self._tasks:
+            task.add_done_callback(self._on_task_done)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -140,6 +142,11 @@ class EngineClient:
             if not answer.done():
                 answer.set_exception(ConnectionError(error))
 
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        """A wire that broke on this side is as bad as an engine that died: better said than waited for."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(f"the wire to the engine failed: {type(error).__name__}: {error}")
+
     def _put(self, message: ToEngine) -> None:
         self._outbox.append(message)
         self._outbox_filled.set()
@@ -191,9 +198,17 @@ class EngineClient:
             deliver(out)
 
     async def _watch(self) -> None:
-        """Fails the engine when work waits and no step ends for `timeout` seconds."""
+        """Fails the engine when work waits and no step ends for `timeout` seconds.
+
+        Only time in which this process ran counts: after it was stopped (SIGSTOP, a frozen cgroup, a paused machine)
+        the engine's messages wait in the socket unread, which proves nothing against the engine.
+        """
+        looked = time.monotonic()
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
+            now = time.monotonic()
+            self._progress_at += max(0.0, now - looked - 2 * _WATCH_SECONDS)
+            looked = now
             if not self._deliver and not self._applying:
                 self._progress_at = time.monotonic()
             elif time.monotonic() - self._progress_at > self._timeout:

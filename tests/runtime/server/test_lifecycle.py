@@ -1,17 +1,19 @@
 """Start, limits while running, quiesce, drain, and an engine that dies: each with a process of its own."""
 
+import http.client
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from live_server import START, LiveServer, events, eventually, running, text_of
+from live_server import MEMORY, START, LiveServer, events, eventually, running, text_of
 
 LONG = {"prompt": "hello", "max_tokens": 60_000, "ignore_eos": True, "temperature": 0}
 
@@ -118,6 +120,24 @@ def test_sigusr1_then_sigterm_lose_nothing(tiny_model: Path, tmp_path: Path) -> 
         assert server.wait() == 0
 
 
+def test_a_connection_that_streams_through_quiescing_is_closed_behind_the_answer(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    # Its head went out before: the client believes it can send its next request here, to a process that then refuses.
+    with running(tmp_path, f"--model={tiny_model}", "--max-sequence-length=4096") as server:
+        body = {**LONG, "max_tokens": 500, "stream": True}
+        client = http.client.HTTPConnection("127.0.0.1", httpx.URL(server.url).port, timeout=60)
+        client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        response = client.getresponse()
+        assert response.getheader("connection") != "close"
+        response.readline()
+        server.process.send_signal(signal.SIGUSR1)
+        while response.readline():
+            pass
+        assert client.sock is not None
+        assert client.sock.recv(1) == b"", "the server closed"
+
+
 def test_what_outlives_the_drain_time_ends_with_an_error_event(tiny_model: Path, tmp_path: Path) -> None:
     flags = (f"--model={tiny_model}", "--max-sequence-length=65536", "--drain-seconds=0.5")
     with (
@@ -177,9 +197,122 @@ def test_health_is_there_before_the_model(tiny_model: Path, tmp_path: Path, smol
         (("--model=/nowhere/model.gguf",), "/nowhere/model.gguf"),
         (("--executor=abacus",), "abacus"),
         (("--max-sequence-length=1000000",), "1000000"),
+        (("--memory=1" + "0" * 30,), "--memory"),
+        (("--host=" + "a" * 70,), "--host"),
+        (("--served-model-name=a\nb",), "--served-model-name"),
+        (("--served-model-name=\udcff",), "--served-model-name"),
     ],
 )
 def test_wrong_flags_end_with_one_line_and_exit_code_2(tiny_model: Path, flags: tuple[str, ...], said: str) -> None:
     code, line = start_fails(f"--model={tiny_model}", *flags)
     assert code == 2, line
     assert said in line
+
+
+def test_a_file_that_never_answers_is_refused(tmp_path: Path, tiny_model: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    for flags in ((f"--model={fifo}",), (f"--model={tiny_model}", f"--limits-file={fifo}")):
+        code, line = start_fails(*flags)
+        assert (code, "regular file" in line) == (2, True), line
+
+
+def test_the_socket_needs_a_place(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    code, line = start_fails(f"--model={tiny_model}")
+    assert (code, "TMPDIR" in line) == (2, True), line
+    assert list(long.iterdir()) == []
+
+
+def test_whatever_lies_at_the_limits_file_the_server_lives_and_takes_the_next_document(
+    tiny_model: Path, tmp_path: Path, limits_file: Path
+) -> None:
+    def fifo(path: Path) -> None:
+        os.mkfifo(path)
+
+    def deep(path: Path) -> None:
+        path.write_text("[" * 60_000)
+
+    def huge(path: Path) -> None:
+        path.write_text("x" * 10_000_000)
+
+    def not_utf8(path: Path) -> None:
+        path.write_bytes(b"\xff")
+
+    def endless(path: Path) -> None:
+        path.symlink_to("/dev/zero")
+
+    wanted = {fifo: "egular file", deep: "too deeply", huge: "larger than", not_utf8: "UTF-8", endless: "egular file"}
+    with running(tmp_path, f"--model={tiny_model}", f"--limits-file={limits_file}") as server:
+        for generation, (make, said) in enumerate(wanted.items(), 10):
+            before = len(server.log)
+            limits_file.unlink()
+            make(limits_file)
+            eventually(lambda before=before, said=said: said in server.log[before:], seconds=10)
+            assert len(server.log) - before < 1000
+            swap(limits_file, json.dumps(limits(generation)))
+            eventually(lambda n=generation: server.metrics()["busload_limits_generation"] == n, seconds=10)
+
+
+def test_a_full_disk_under_the_log_loses_no_request(tiny_model: Path, tmp_path: Path) -> None:
+    with running(tmp_path, f"--model={tiny_model}", "--max-sequence-length=4096") as server:
+        port = server.url.rpartition(":")[2]
+    with Path("/dev/full").open("w") as full:
+        command = [
+            sys.executable,
+            "-c",
+            START,
+            "serve",
+            f"--port={port}",
+            f"--model={tiny_model}",
+            f"--memory={MEMORY}",
+        ]
+        process = subprocess.Popen([*command, "--max-sequence-length=4096"], stderr=full)
+    try:
+        with httpx.Client(base_url=server.url, timeout=60) as http:
+            eventually(lambda: _ready(http), seconds=60)
+            body = {**LONG, "max_tokens": 1000, "stream": True}
+            with http.stream("POST", "/v1/completions", json=body) as response:
+                stream = events(response)
+                got = [next(stream)]
+                process.send_signal(signal.SIGTERM)
+                got += list(stream)
+        assert got[-1] == "[DONE]"
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+
+
+def _ready(http: httpx.Client) -> bool:
+    try:
+        return http.get("/health/ready").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_a_pause_of_the_server_is_no_silence_of_the_engine(tiny_model: Path, tmp_path: Path) -> None:
+    flags = (f"--model={tiny_model}", "--max-sequence-length=65536", "--engine-timeout=1")
+    with running(tmp_path, *flags) as server:
+        body = {**LONG, "max_tokens": 6000, "stream": True}
+        with server.http.stream("POST", "/v1/completions", json=body) as response:
+            stream = events(response)
+            got = [next(stream)]
+            server.process.send_signal(signal.SIGSTOP)
+            time.sleep(3)
+            server.process.send_signal(signal.SIGCONT)
+            got += list(stream)
+        assert (got[-1], len(text_of(got))) == ("[DONE]", 6000)
+        assert server.http.get("/health/live").status_code == 200
+
+
+def test_modules_in_the_working_directory_are_not_the_engine_s(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "msgspec.py").write_text("raise SystemExit('wrong module')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
+    console_script = [sys.executable, "-P", "-c", START, "serve", "--port=0", f"--model={tiny_model}", "--memory=1"]
+    result = subprocess.run(console_script, capture_output=True, text=True, timeout=60)
+    assert "no memory is left for the KV cache" in result.stderr  # said by the engine, which thus has started
