@@ -20,8 +20,10 @@ def _plain(message: Message, position: int) -> dict[str, Any]:
     content = message.content
     if isinstance(content, list):
         for i, part in enumerate(content):
-            if part.type != "text" or part.text is None:
-                param = f"messages[{position}].content[{i}]"
+            param = f"messages[{position}].content[{i}]"
+            if part.type == "text" and part.text is None:
+                raise invalid(f"{param} is a text part without text; give text or leave it out", f"{param}.text")
+            if part.type != "text":
                 raise invalid(f"{param} has type {part.type[:40]!r}; this model reads only text parts", param)
         content = "".join(part.text or "" for part in content)
     # "developer" is the newer name of the system role; templates know the older one.

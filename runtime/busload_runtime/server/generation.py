@@ -63,10 +63,12 @@ class Generation:
             Choice(index, submit.request_id, len(submit.tokens), text(), submitted_at=now)
             for index, submit in enumerate(submits)
         ]
-        for choice, submit in zip(self.choices, submits, strict=True):
+        # All count before the first is sent: if that fails, `close` counts each as finished.
+        for choice in self.choices:
             self.metrics.arrived.inc()
             self.metrics.prompt_tokens_arrived.inc(choice.prompt_tokens)
             self.metrics.prompt_length.observe(choice.prompt_tokens)
+        for choice, submit in zip(self.choices, submits, strict=True):
             self.engine.submit(submit, partial(self._on_token, choice))
 
     async def pieces(self) -> AsyncIterator[Piece]:

@@ -170,7 +170,7 @@ def _refuse_unsupported(raw: dict[str, Any], known: tuple[str, ...]) -> None:
             )
     choices = raw.get("n") or 1
     if raw.get("best_of") not in (None, choices):
-        raise invalid(f"best_of must equal n ({choices}), got {raw['best_of']!r}; leave it out", "best_of")
+        raise invalid(f"best_of must equal n ({choices}), got {raw['best_of']!r:.80}; leave it out", "best_of")
 
 
 def _words(values: tuple[Any, ...]) -> str:

@@ -13,6 +13,8 @@ T = TypeVar("T")
 
 # Below this a hand-over to a thread costs more than the work.
 _INLINE_BYTES = 4000
+# What a message costs beside its content: role and marks around it.
+_MESSAGE_BYTES = 64
 # Unicode composition, which some tokenisers begin with, makes a text at most this much shorter in UTF-8
 # (https://unicode.org/faq/normalization.html, "what are the maximum expansion factors").
 _COMPOSITION_FACTOR = 3
@@ -42,9 +44,11 @@ class PromptEncoder:
         size = sum(self._check_size(message["content"], limit, "messages") for message in messages)
         self._check_length(size, limit, "messages")
         try:
-            return await _run(size, lambda: self.model.encode_chat(messages))
+            ids = await _run(size + _MESSAGE_BYTES * len(messages), lambda: self.model.encode_chat(messages))
         except ChatError as error:
             raise invalid(str(error), "messages") from None
+        check_length(len(ids), limit, "messages")
+        return ids
 
     def check(self, ids: list[Any], param: str) -> list[int]:
         """The token ids, if each is one of the model's."""

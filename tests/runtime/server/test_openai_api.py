@@ -309,3 +309,22 @@ def test_the_log_has_one_line_per_request_without_its_text(tiny: LiveServer) -> 
     assert line["prompt_tokens"] == response.json()["usage"]["prompt_tokens"]
     assert 0 <= line["queue_seconds"] <= line["ttft_seconds"] <= line["seconds"]
     assert "secret" not in tiny.log
+
+
+def test_many_short_messages_do_not_hold_the_server_up(tiny: LiveServer) -> None:
+    """Each has next to no content, together they are a long prompt: health answers while it is tokenised."""
+    body = {"messages": [{"role": "user"}] * 70_000, "max_tokens": 1}
+    answers: list[httpx.Response] = []
+    thread = threading.Thread(
+        target=lambda: answers.append(httpx.post(f"{tiny.url}/v1/chat/completions", json=body, timeout=60))
+    )
+    thread.start()
+    probes = 0
+    with httpx.Client(base_url=tiny.url) as http:
+        while thread.is_alive():
+            assert http.get("/health/live").status_code == 200
+            probes += 1
+            time.sleep(0.05)
+    assert probes >= 5
+    error = answers[0].json()["error"]
+    assert (answers[0].status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")

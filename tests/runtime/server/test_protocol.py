@@ -92,3 +92,9 @@ def test_missing_fields_are_named() -> None:
 def test_max_completion_tokens_is_the_newer_name() -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "max_completion_tokens": 3}
     assert decode_request(json.dumps(body).encode(), ChatRequest).token_limit() == 3
+
+
+def test_an_error_does_not_send_the_whole_value_back() -> None:
+    with pytest.raises(ApiError) as caught:
+        completion(best_of="x" * 100_000)
+    assert len(caught.value.message) < 300

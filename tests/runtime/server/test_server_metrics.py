@@ -1,10 +1,17 @@
 import re
 
+import pytest
 from live_server import LiveServer, eventually
 from prometheus_client.parser import text_string_to_metric_families
 
-from busload_runtime.contract import METRICS
+from busload_runtime.contract import METRICS, Limits
+from busload_runtime.engine.messages import Submit
+from busload_runtime.server.admission import Admission
+from busload_runtime.server.edge import Trace
+from busload_runtime.server.errors import ApiError
+from busload_runtime.server.generation import Generation
 from busload_runtime.server.metrics import Metrics
+from busload_runtime.server.text import TextStream
 
 
 def test_the_first_scrape_holds_every_family_and_nothing_else() -> None:
@@ -52,3 +59,28 @@ def test_names_from_clients_never_become_series(tiny: LiveServer) -> None:
         assert tiny.complete(model=f"name-{i}", prompt="x").status_code == 404
     assert set(tiny.metrics()) == before
     assert len(tiny.http.get("/metrics").content) < 200_000
+
+
+def test_what_fails_on_the_way_to_the_engine_counts_as_often_arrived_as_finished() -> None:
+    class BrokenEngine:
+        """Takes one request, then is gone."""
+
+        sent = 0
+
+        def submit(self, submit: Submit, deliver: object) -> None:
+            if self.sent:
+                raise ApiError(500, "the engine is gone", code="engine_error")
+            self.sent += 1
+
+        def abort(self, request_id: int) -> None: ...
+
+    metrics, admission = Metrics("tiny"), Admission(Limits(2048, 4, 90, 512, 2, 100))
+    generation = Generation(BrokenEngine(), admission, metrics, Trace("id", 0.0))  # type: ignore[arg-type]
+    admission.take(3)
+    with pytest.raises(ApiError):
+        generation.submit([Submit(n, [1], 1) for n in range(3)], lambda: TextStream(lambda token: b""))
+    generation.close()
+    text = metrics.render().decode()
+    assert "busload_requests_arrived_total 3.0" in text
+    assert 'busload_requests_finished_total{reason="abort"} 3.0' in text
+    assert (admission.live, admission.waiting_tokens) == (0, 0)
