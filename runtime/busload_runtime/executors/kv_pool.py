@@ -22,7 +22,8 @@ class KvPool:
             self._memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as error:
             raise ExecutorError(
-                f"cannot reserve {max_blocks} KV blocks ({size} bytes of address space): {error}"
+                f"cannot reserve {max_blocks} KV blocks ({size} bytes of address space): {error}; "
+                "is --memory more than the machine has?"
             ) from None
         # A huge page would commit memory of blocks that nobody has written: the pool must cost what is counted.
         if hasattr(mmap, "MADV_NOHUGEPAGE"):

@@ -29,7 +29,7 @@ class ChatTemplate:
         self._special_tokens = special_tokens
         try:
             self._template = None if source is None else _environment().from_string(source)
-        except (TemplateError, RecursionError) as error:
+        except (TemplateError, RecursionError, SyntaxError, MemoryError) as error:
             raise ModelError(f"{file}: tokenizer.chat_template is not a Jinja template: {_line(error)}") from None
 
     @property

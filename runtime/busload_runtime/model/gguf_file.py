@@ -8,6 +8,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 import math
 import mmap
 import os
+import stat
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -97,9 +98,11 @@ class GgufFile:
 def open_gguf(path: str) -> GgufFile:
     """Maps `path` and parses its header. Raises `ModelError` for anything that is not a whole, known GGUF file."""
     try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size == 0:
+        with open(path, "rb", opener=_open_without_waiting) as file:
+            about = os.fstat(file.fileno())
+            if not stat.S_ISREG(about.st_mode):
+                raise ModelError(f"{path}: is not a regular file; give the path of a GGUF file or bundled:NAME")
+            if about.st_size == 0:
                 raise ModelError(f"{path}: the file is empty; expected a GGUF model")
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
@@ -109,6 +112,10 @@ def open_gguf(path: str) -> GgufFile:
             raise
         raise ModelError(f"{path}: cannot be read: {error}") from None
     return _Parser(path, data).parse()
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # a FIFO would wait for a writer, for ever
 
 
 class _Parser:

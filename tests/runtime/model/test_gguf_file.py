@@ -1,5 +1,6 @@
 """Reading GGUF files: right values for every tensor type, one clear line for everything that is wrong."""
 
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -157,6 +158,9 @@ def test_wrong_file(tmp_path: Path) -> None:
 
 
 def test_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ModelError, match="not a regular file"):
+        open_gguf(str(tmp_path / "fifo"))
     with pytest.raises(ModelError, match=r"none.gguf: no such file; give the path of a GGUF file or bundled:NAME"):
         open_gguf(str(tmp_path / "none.gguf"))
     with pytest.raises(ModelError, match="cannot be read"):
