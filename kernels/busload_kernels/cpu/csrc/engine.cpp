@@ -284,19 +284,6 @@ const Kernels* find_kernels(const char* isa) {
 
 extern "C" {
 
-int32_t bl_isa_runs(const char* isa) {
-  if (!strcmp(isa, "portable")) return 1;
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  if (!strcmp(isa, "avx2")) return avx2 && avx2_kernels();
-  if (!strcmp(isa, "avx512"))
-    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") && avx512_kernels();
-#endif
-  return 0;
-}
-
 BlEngine* bl_create(const BlModel* model, int32_t threads, const char* isa) {
   const Kernels* kernels = find_kernels(isa);
   if (!kernels) return nullptr;
