@@ -228,6 +228,25 @@ def test_greedy_text_of_a_real_model_is_the_references() -> None:
     assert agreed / sure > 0.9
 
 
+def test_predictions_of_a_real_model_are_the_references() -> None:
+    """On the same weights: what is left is rounding activations and the cache to 8 bits."""
+    text = load_text_model(SMOLLM)
+    prose = (Path(__file__).parents[3] / "docs" / "architecture.md").read_text()
+    tokens = text.tokenizer.encode(prose, special=False)[:320]
+    exact, ours = (
+        _log_softmax(all_logits(executor, tokens)) for executor in (open_reference(SMOLLM), open_cpu(SMOLLM))
+    )
+    divergence = (np.exp(exact) * (exact - ours)).sum(axis=1).mean()
+    assert divergence < 0.01
+    exact_loss, our_loss = (-rows[np.arange(319), tokens[1:]].mean() for rows in (exact, ours))
+    assert abs(np.exp(our_loss - exact_loss) - 1) < 0.03
+
+
+def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
+
 def test_it_is_an_executor(executor: CpuExecutor) -> None:
     contract: Executor = executor
     assert (contract.block_size, contract.context_length) == (32, 512)
