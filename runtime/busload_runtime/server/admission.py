@@ -26,6 +26,8 @@ class Admission:
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits = limits
         self.draining = False
+        self.keeps_promises = False
+        """Quiescing came before draining: a connection that a client was let keep still serves its next request."""
         self.live = 0
         self.waiting_tokens = 0
         self._clock = clock
@@ -48,13 +50,13 @@ class Admission:
             return self._engine_running
         return self.limits.batch_size
 
-    def take(self, count: int, held: int = 0) -> None:
-        """Takes `count` seats for a request that holds `held` already.
+    def take(self, count: int, held: int = 0, promised: bool = False) -> None:
+        """Takes `count` seats for a request that holds `held` already. `promised`: it came on a kept connection.
 
         Raises `ApiError`: 503 when draining (for the first seat only), 429 when the queue is full, 400 when the
         request could not fit even an empty queue.
         """
-        if self.draining and not held:
+        if self.draining and not held and not (promised and self.keeps_promises):
             raise ApiError(
                 503,
                 "this replica is shutting down; send the request again, another replica takes it",

@@ -80,7 +80,7 @@ class _Call(Generic[Body]):
     async def run(self) -> Response:
         # The seat comes first: a full queue refuses before the body is read, let alone tokenised.
         text, ready = self.service.loaded()
-        self.service.admission.take(1)
+        self.service.admission.take(1, promised=self.trace.promised)
         seats = 1
         streaming = False
         try:

@@ -12,6 +12,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from busload_runtime.server.errors import ApiError
 
+EXTENSION = "busload.connection"
+"""Under this name the app finds the connection of a request, among the extensions of its scope."""
 KEEP_ALIVE_SECONDS = 75
 """Longer than the pools of usual clients and proxies keep a connection, so that they close it first.
 
@@ -24,6 +26,8 @@ _CHUNK_FACTOR = 8  # a body in chunks of one byte takes six bytes for each
 class HttpConnection(HttpToolsProtocol):
     """Closes on a client that is too slow; answers 431 to a head that is too large, in the API's error shape."""
 
+    promised = False
+    """The last answer's head let the client keep the connection, so its next request comes here."""
     _deadline: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
     _running: RequestResponseCycle | None = None
@@ -44,12 +48,6 @@ class HttpConnection(HttpToolsProtocol):
         self.pipeline.clear()
         super().connection_lost(exc)
 
-    def close_behind_answer(self) -> None:
-        """Closes once the answer that is under way is out. Its head may have promised to keep the connection: a client
-        that streams through a shutdown would otherwise send its next request to a process that is leaving."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.keep_alive = False
-
     def data_received(self, data: bytes) -> None:
         self._received += len(data)
         super().data_received(data)
@@ -63,6 +61,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope["extensions"] = {EXTENSION: {"connection": self}}
         self._expect_more()
 
     def on_headers_complete(self) -> None:

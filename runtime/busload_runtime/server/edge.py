@@ -9,6 +9,7 @@ from typing import Any
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from busload_runtime.server.connection import EXTENSION, HttpConnection
 from busload_runtime.server.log import write_line
 from busload_runtime.server.service import Service
 
@@ -27,6 +28,8 @@ class Trace:
     queue_seconds: float | None = None
     first_token_seconds: float | None = None
     reason: str | None = None
+    promised: bool = False
+    """It came on a connection that an earlier answer let the client keep."""
 
 
 class Edge:
@@ -43,6 +46,8 @@ class Edge:
         # A client's own request id is never used as a key: two live requests may carry the same one.
         trace = Trace(secrets.token_hex(16), time.monotonic())
         scope.setdefault("state", {})["trace"] = trace
+        connection: HttpConnection | None = scope.get("extensions", {}).get(EXTENSION, {}).get("connection")
+        trace.promised = connection is not None and connection.promised
         status = 0
 
         async def send_marked(message: Message) -> None:
@@ -53,6 +58,8 @@ class Edge:
                 headers["x-request-id"] = trace.id
                 if self._service.quiescing:
                     headers["connection"] = "close"
+                if connection is not None:
+                    connection.promised = not self._service.quiescing
             await send(message)
 
         self._service.open_responses += 1

@@ -39,6 +39,8 @@ EXIT_OK, EXIT_ENGINE, EXIT_USAGE = 0, 1, 2
 _PROGRESS_SECONDS = 2.0
 # Open streams get this long to receive their error event, and idle connections to close, before the process ends.
 _GOODBYE_SECONDS = 3
+# After its last answer a client whose connection was kept has this long to send the next request.
+_LINGER_SECONDS = 1.0
 _BACKLOG = 2048
 _SOCKET = "engine.sock"
 
@@ -73,7 +75,6 @@ class _Serve:
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._engine: asyncio.subprocess.Process | None = None
-        self._server: _Server | None = None
         self._started = time.monotonic()
         self._tasks: set[asyncio.Task[None]] = set()
         self._startup_done = False
@@ -98,7 +99,7 @@ class _Serve:
         service = Service(options.served_model_name, metrics, admission, client)
         self._handle_signals(service)
         client.start()
-        server = self._server = _Server(uvicorn.Config(build_app(service), **_UVICORN))
+        server = _Server(uvicorn.Config(build_app(service), **_UVICORN))
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
         try:
             await self._spawn_engine(socket_path)
@@ -169,13 +170,19 @@ class _Serve:
         return EXIT_OK
 
     async def _wait_for_responses(self, service: Service, seconds: float) -> bool:
-        """Whether all work was done within the time."""
+        """Whether all work was done within the time. Clients that may send one more request get a moment for it."""
         deadline = time.monotonic() + seconds
-        while service.admission.live or service.open_responses:
-            if time.monotonic() > deadline or self._hurry.is_set():
-                return False
+        linger = _LINGER_SECONDS if service.admission.keeps_promises and service.engine.alive else 0.0
+        quiet_since = time.monotonic()
+        while True:
+            now = time.monotonic()
+            if service.admission.live or service.open_responses:
+                quiet_since = now
+            elif now - quiet_since >= linger:
+                return True
+            if now > deadline or self._hurry.is_set():
+                return not (service.admission.live or service.open_responses)
             await asyncio.sleep(0.05)
-        return True
 
     def _handle_signals(self, service: Service) -> None:
         loop = asyncio.get_running_loop()
@@ -183,12 +190,10 @@ class _Serve:
         def quiesce() -> None:
             if not service.quiescing:
                 say("quiescing: not ready any more, still serving")
-            service.quiescing = True
-            self._close_behind_answers()
+            service.quiescing = service.admission.keeps_promises = True
 
         def stop() -> None:
             service.quiescing = service.admission.draining = True
-            self._close_behind_answers()
             if self._stop.is_set() and interactive:
                 self._hurry.set()
             self._stop.set()
@@ -203,11 +208,6 @@ class _Serve:
         loop.add_signal_handler(signal.SIGUSR1, quiesce)
         loop.add_signal_handler(signal.SIGTERM, stop)
         loop.add_signal_handler(signal.SIGINT, interrupt)
-
-    def _close_behind_answers(self) -> None:
-        for connection in list(self._server.server_state.connections) if self._server else ():
-            assert isinstance(connection, HttpConnection)
-            connection.close_behind_answer()
 
     async def _spawn_engine(self, socket_path: str) -> None:
         options = self._options

@@ -120,22 +120,33 @@ def test_sigusr1_then_sigterm_lose_nothing(tiny_model: Path, tmp_path: Path) -> 
         assert server.wait() == 0
 
 
-def test_a_connection_that_streams_through_quiescing_is_closed_behind_the_answer(
+def test_a_connection_kept_before_quiescing_serves_one_more_request_while_draining(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    # Its head went out before: the client believes it can send its next request here, to a process that then refuses.
+    # A stream that outlasts the quiescing began with a head that let the client keep its connection: the client's next
+    # request comes on it, to a process that is leaving, and neither a 503 nor a closed connection may meet it.
     with running(tmp_path, f"--model={tiny_model}", "--max-sequence-length=4096") as server:
-        body = {**LONG, "max_tokens": 500, "stream": True}
-        client = http.client.HTTPConnection("127.0.0.1", httpx.URL(server.url).port, timeout=60)
-        client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        response = client.getresponse()
-        assert response.getheader("connection") != "close"
-        response.readline()
+        port = httpx.URL(server.url).port
+        kept = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+
+        def post(client: http.client.HTTPConnection, **body: Any) -> http.client.HTTPResponse:
+            client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            return client.getresponse()
+
+        stream = post(kept, **{**LONG, "max_tokens": 1500, "stream": True})
+        assert stream.getheader("connection") != "close"
+        stream.readline()
         server.process.send_signal(signal.SIGUSR1)
-        while response.readline():
-            pass
-        assert client.sock is not None
-        assert client.sock.recv(1) == b"", "the server closed"
+        eventually(lambda: "quiescing" in server.log)
+        server.process.send_signal(signal.SIGTERM)
+        eventually(lambda: "draining" in server.log)
+        new = post(http.client.HTTPConnection("127.0.0.1", port, timeout=60), prompt="hello", max_tokens=1)
+        assert new.status == 503
+        assert b"[DONE]" in stream.read()
+        promised = post(kept, prompt="hello", max_tokens=1)
+        assert (promised.status, promised.getheader("connection")) == (200, "close")
+        promised.read()
+        assert server.wait() == 0
 
 
 def test_what_outlives_the_drain_time_ends_with_an_error_event(tiny_model: Path, tmp_path: Path) -> None:
