@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ class PackedModel:
             packed.append(native.Matrix(address, rows, matrix.cols, matrix.packed_format))
             tasks += [self._task(source, matrix, address, chunk) for chunk in _chunks(matrix.parts)]
             address += matrix.num_bytes
-        with ThreadPoolExecutor(threads) as pool:
+        with ThreadPoolExecutor(min(threads, os.cpu_count() or 1)) as pool:
             for done in pool.map(lambda task: task(), tasks):
                 assert done is None
         return packed

@@ -106,7 +106,7 @@ void* bl_map(int64_t bytes);  // zeroed, 2 MB aligned, huge pages asked for; NUL
 void bl_unmap(void* address, int64_t bytes);
 
 // Bytes per second that `threads` threads read (copy = 0) or read plus write (copy = 1) over `buffer`, within about
-// `seconds`.
+// `seconds`; 0 when a thread cannot start.
 double bl_bandwidth(uint8_t* buffer, int64_t bytes, int32_t threads, double seconds, int32_t copy);
 
 // The draw of one sample, in [0, 1): see sample.h.

@@ -42,7 +42,7 @@ uint64_t read_all(const uint8_t* p, int64_t bytes) {
 
 }  // namespace
 
-extern "C" double bl_bandwidth(uint8_t* buffer, int64_t bytes, int32_t threads, double seconds, int32_t copy) {
+extern "C" double bl_bandwidth(uint8_t* buffer, int64_t bytes, int32_t threads, double seconds, int32_t copy) try {
   using Clock = std::chrono::steady_clock;
   busload::Team team(threads);
   const int64_t part = bytes / threads / 128 * 128;
@@ -62,4 +62,6 @@ extern "C" double bl_bandwidth(uint8_t* buffer, int64_t bytes, int32_t threads, 
     best = std::max(best, (double)part * threads / std::chrono::duration<double>(Clock::now() - start).count());
   } while (std::chrono::duration<double>(Clock::now() - begin).count() < seconds);
   return best;
+} catch (const std::exception&) {
+  return 0;
 }

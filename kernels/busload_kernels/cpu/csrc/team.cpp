@@ -45,10 +45,17 @@ void Event::advance() {
 }
 
 Team::Team(int threads) : size_(threads), member_(new Member[threads]) {
-  for (int id = 1; id < threads; id++) threads_.emplace_back([this, id] { work(id); });
+  try {
+    for (int id = 1; id < threads; id++) threads_.emplace_back([this, id] { work(id); });
+  } catch (...) {  // no more threads to be had: end those that have begun
+    stop();
+    throw;
+  }
 }
 
-Team::~Team() {
+Team::~Team() { stop(); }
+
+void Team::stop() {
   stop_ = true;
   started_.advance();
   for (std::thread& thread : threads_) thread.join();

@@ -29,7 +29,7 @@ class Event {
 
 class Team {
  public:
-  explicit Team(int threads);
+  explicit Team(int threads);  // throws std::system_error when a thread cannot start
   ~Team();
   Team(const Team&) = delete;
   int size() const { return size_; }
@@ -72,6 +72,7 @@ class Team {
   int take(int owner, uint32_t phase, int count, bool front);
   void complete(uint32_t phase, int done, int count);
   void start();
+  void stop();
   void finish(int id);
   void work(int id);
 
