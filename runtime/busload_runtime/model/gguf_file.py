@@ -70,7 +70,11 @@ class GgufFile:
     data: mmap.mmap
 
     def read(self, name: str, shape: tuple[int, ...]) -> "NDArray[np.float32]":
-        """Tensor `name` dequantised to a fresh fp32 array. Raises `ModelError` if it is missing or not of `shape`."""
+        """Tensor `name` dequantised to a fresh fp32 array.
+
+        Raises `ModelError` if it is missing, not of `shape`, or holds what is not a finite number: one bad row of the
+        embedding would let the model start and then end the engine with the first request that has this token.
+        """
         # Imported here: the HTTP process reads only metadata and should not pay for numpy and gguf.
         import numpy as np
         from gguf.constants import GGMLQuantizationType
@@ -80,10 +84,16 @@ class GgufFile:
         info = self.tensors[name]
         raw = np.frombuffer(self.data, np.uint8, info.num_bytes, info.offset)
         if info.type_id == GGMLQuantizationType.F32:
-            return raw.view(np.float32).reshape(shape).copy()
-        with np.errstate(all="ignore"):  # a corrupt scale may be inf or nan
-            rows = dequantize(raw.reshape(math.prod(shape[:-1]), -1), GGMLQuantizationType(info.type_id))
-        return np.ascontiguousarray(rows, np.float32).reshape(shape)
+            values = raw.view(np.float32).reshape(shape).copy()
+        else:
+            with np.errstate(all="ignore"):  # a corrupt scale may be inf or nan
+                rows = dequantize(raw.reshape(math.prod(shape[:-1]), -1), GGMLQuantizationType(info.type_id))
+            values = np.ascontiguousarray(rows, np.float32).reshape(shape)
+        if not (np.isfinite(values.min()) and np.isfinite(values.max())):  # both are nan if any value is
+            raise ModelError(
+                f"{self.path}: tensor {name} holds values that are not finite; the file is corrupt, download it again"
+            )
+        return values
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raises `ModelError` at the first tensor of `shapes` that is missing or has another shape."""

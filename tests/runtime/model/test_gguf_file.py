@@ -222,3 +222,15 @@ def open_header_size(raw: bytes, folder: Path) -> int:
     path = folder / "whole.gguf"
     path.write_bytes(raw)
     return min(info.offset for info in open_gguf(str(path)).tensors.values())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_weight_that_is_not_a_number_is_found_when_it_is_read(small_file: bytes, tmp_path: Path, bad: float) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(small_file)
+    info = open_gguf(str(path)).tensors["token_embd.weight"]
+    raw = bytearray(small_file)
+    raw[info.offset + 400 : info.offset + 404] = struct.pack("<f", bad)
+    path.write_bytes(raw)
+    with pytest.raises(ModelError, match=r"tensor token_embd\.weight holds values that are not finite"):
+        load_weights(str(path)).embedding()
