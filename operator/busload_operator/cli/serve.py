@@ -1,5 +1,7 @@
 """`busload serve`: one model behind the OpenAI API."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -85,6 +87,11 @@ def command(
 
     Example: busload serve --model bundled:smollm2-135m-instruct --batch-size 16
     """
+    # What follows takes a second to import. Nothing runs yet that would have to be drained; but for process 1 of a
+    # container a signal without a handler is lost, and the pod would load and serve on until it is killed.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+
     from busload_runtime.contract import Limits
     from busload_runtime.server.lifecycle import serve
     from busload_runtime.server.options import ServeOptions

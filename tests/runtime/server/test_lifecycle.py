@@ -327,3 +327,34 @@ def test_modules_in_the_working_directory_are_not_the_engine_s(
     console_script = [sys.executable, "-P", "-c", START, "serve", "--port=0", f"--model={tiny_model}", "--memory=1"]
     result = subprocess.run(console_script, capture_output=True, text=True, timeout=60)
     assert "no memory is left for the KV cache" in result.stderr  # said by the engine, which thus has started
+
+
+# Runs `busload serve` and sends it SIGTERM when the module named first on the command line is about to be imported.
+_TERMINATED_AT_IMPORT = """
+import os, signal, sys
+module = sys.argv.pop(1)
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == module:
+            os.kill(os.getpid(), signal.SIGTERM)
+sys.meta_path.insert(0, Finder)
+"""
+
+
+@pytest.mark.parametrize("module", ["busload_runtime.contract", "uvicorn", "busload_runtime.server.options"])
+def test_sigterm_during_the_imports_ends_it_with_0(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    command = [
+        sys.executable,
+        "-c",
+        _TERMINATED_AT_IMPORT + START,
+        module,
+        "serve",
+        "--port=0",
+        f"--model={tiny_model}",
+    ]
+    result = subprocess.run(command, capture_output=True, timeout=60)
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert list(tmp_path.iterdir()) == []
