@@ -41,9 +41,10 @@ struct Arena {
 Activations take_activations(Arena& arena, int64_t rows, int cols) {
   Activations a{};
   a.cols = cols;
-  a.q = arena.take<int8_t>(rows * cols);
-  a.scale = arena.take<float>(rows * cols / kGroup);
-  a.offset = arena.take<float>(rows * cols / kGroup);
+  a.stride = rows | 1;
+  a.q = arena.take<int8_t>(a.stride * cols);
+  a.scale = arena.take<float>(a.stride * cols / kGroup);
+  a.offset = arena.take<float>(a.stride * cols / kGroup);
   return a;
 }
 

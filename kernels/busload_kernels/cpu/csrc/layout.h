@@ -26,12 +26,15 @@ constexpr int kWideBytes = 8 * 64 + 2 * kTileRows * 4;
 inline int64_t tile_bytes(int format) { return format == BL_W4 ? kTile4Bytes : kTile8Bytes; }
 inline int64_t stripe_bytes(const BlMatrix& m) { return tile_bytes(m.format) * (m.cols / kGroup); }
 
-// Quantised activations: value = scale * q, |q| <= 127. `offset` is scale * sum(q), what a weight offset multiplies.
+// Quantised activations: value = scale * q, |q| <= 127. `offset` is scale * sum(q), what a weight offset multiplies. The
+// rows of a group lie together, so that a kernel steps through the groups with one pointer for all of its rows; `stride`
+// is odd, as groups a power of two apart would share cache sets.
 struct Activations {
-  int8_t* q;      // [rows][cols]
-  float* scale;   // [rows][cols / 32]
-  float* offset;  // [rows][cols / 32]
+  int8_t* q;      // [cols / 32][stride][32]
+  float* scale;   // [cols / 32][stride]
+  float* offset;  // [cols / 32][stride]
   int cols;
+  int64_t stride;  // at least the number of rows
 };
 
 // KV cache: [block][layer][kv head] of this, for 32 tokens. Keys are lines of 16 tokens x 4 dims (byte = key + 128):

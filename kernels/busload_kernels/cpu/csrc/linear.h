@@ -79,15 +79,14 @@ inline void block(const uint8_t* w, int64_t between, int64_t per_group, const Ac
                   Fetch fetch) {
   using Dot = typename Format::Dot;
   const int groups = x.cols / kGroup;
-  const int8_t* q = x.q + (int64_t)row * x.cols;
-  const float* scale = x.scale + (int64_t)row * groups;
-  const float* offset = x.offset + (int64_t)row * groups;
+  const int8_t* q = x.q + row * kGroup;
+  const float *scale = x.scale + row, *offset = x.offset + row;
   F16 result[Rows][Tiles];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 2
     for (int t = 0; t < Tiles; t++) result[r][t] = splat(0);
-  for (int g = 0; g < groups; g++, w += per_group, q += kGroup) {
+  for (int g = 0; g < groups; g++, w += per_group, q += x.stride * kGroup, scale += x.stride, offset += x.stride) {
     for (int i = 0; i < fetch.bytes; i += 64) __builtin_prefetch(fetch.from + i, 0, Format::kLocality);
     fetch.from += fetch.bytes;
     typename Dot::Sum dots[Rows][Tiles];
@@ -103,7 +102,7 @@ inline void block(const uint8_t* w, int64_t between, int64_t per_group, const Ac
       for (int t = 0; t < Tiles; t++) line[t] = Format::line(w + t * between, step);
 #pragma GCC unroll 8
       for (int r = 0; r < Rows; r++) {
-        int32_t word = load_word(q + (int64_t)r * x.cols + 4 * step);
+        int32_t word = load_word(q + r * kGroup + 4 * step);
 #pragma GCC unroll 2
         for (int t = 0; t < Tiles; t++) Dot::step(dots[r][t], line[t], word);
       }
@@ -114,9 +113,9 @@ inline void block(const uint8_t* w, int64_t between, int64_t per_group, const Ac
       F16 weight_offset = Format::offset(w + t * between, weight_scale);
 #pragma GCC unroll 8
       for (int r = 0; r < Rows; r++) {
-        F16 both = mul(weight_scale, splat(scale[r * groups + g]));
+        F16 both = mul(weight_scale, splat(scale[r]));
         result[r][t] = fma(to_float(Dot::total(dots[r][t])), both, result[r][t]);
-        if (Format::kOffset) result[r][t] = fma(weight_offset, splat(offset[r * groups + g]), result[r][t]);
+        if (Format::kOffset) result[r][t] = fma(weight_offset, splat(offset[r]), result[r][t]);
       }
     }
   }

@@ -30,11 +30,11 @@ inline F16 exp2(F16 x) { return exp2_below(min(x, splat(126.f))); }
 
 // Two halves of a group of 32 to int8 with one scale.
 inline void quantise_group(F16 a, F16 b, const Activations& out, int64_t row, int group) {
-  const int64_t index = row * (out.cols / kGroup) + group;
+  const int64_t index = group * out.stride + row;
   const float peak = largest(max(abs(a), abs(b)));
   const F16 inverse = splat(peak > 0 ? 127.f / peak : 0.f);
   const I16 qa = round_int(mul(a, inverse)), qb = round_int(mul(b, inverse));
-  int8_t* q = out.q + row * out.cols + (int64_t)group * kGroup;
+  int8_t* q = out.q + index * kGroup;
   store_bytes(q, qa);
   store_bytes(q + 16, qb);
   const float scale = peak * (1.f / 127.f);
