@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from busload_kernels.cpu import library as native
 from busload_runtime.executors.errors import ExecutorError
 from busload_runtime.model.config import ModelConfig
+from busload_runtime.model.errors import ModelError
 from busload_runtime.model.gguf_file import TensorInfo
 from busload_runtime.model.weights import WeightFile
 
@@ -83,14 +84,16 @@ class PackedModel:
         for matrix in matrices:
             rows = -(-matrix.num_rows // native.UNIT_ROWS) * native.UNIT_ROWS
             packed.append(native.Matrix(address, rows, matrix.cols, matrix.packed_format))
-            tasks += [self._task(source, matrix, address, chunk) for chunk in _chunks(matrix.parts)]
+            tasks += [self._task(weights.file.path, source, matrix, address, chunk) for chunk in _chunks(matrix.parts)]
             address += matrix.num_bytes
         with ThreadPoolExecutor(min(threads, os.cpu_count() or 1)) as pool:
             for done in pool.map(lambda task: task(), tasks):
                 assert done is None
         return packed
 
-    def _task(self, source: int, matrix: _Matrix, address: int, chunk: list[tuple[int, _Part]]) -> Callable[[], None]:
+    def _task(
+        self, file: str, source: int, matrix: _Matrix, address: int, chunk: list[tuple[int, _Part]]
+    ) -> Callable[[], None]:
         def pack() -> None:
             for first, part in chunk:
                 code = self._library.bl_pack_rows(
@@ -103,6 +106,11 @@ class PackedModel:
                     matrix.packed_format,
                     address,
                 )
+                if code == -2:
+                    raise ModelError(
+                        f"{file}: tensor {part.tensor.name} holds values that are not finite; the file is corrupt, "
+                        "download it again"
+                    )
                 if code:
                     raise ExecutorError(
                         f"tensor {part.tensor.name} has type {part.tensor.type_name}, which the CPU engine does not "

@@ -26,6 +26,7 @@ from busload_runtime.executors.create import create_executor
 from busload_runtime.executors.errors import ExecutorError
 from busload_runtime.executors.reference import ReferenceExecutor
 from busload_runtime.executors.sampling import sample
+from busload_runtime.model.errors import ModelError
 from busload_runtime.model.load import load_text_model, load_weights
 
 GREEDY = SamplingParams(temperature=0)
@@ -317,12 +318,25 @@ def test_output_that_is_not_a_number_is_an_error(tmp_path: Path, params: Samplin
     shape = tiny(seed=1)
     shape.write(tmp_path / "good.gguf")
     raw = (tmp_path / "good.gguf").read_bytes()
-    # The last tensor of the file is the final norm.
-    (tmp_path / "bad.gguf").write_bytes(raw[: -4 * shape.hidden] + b"\xff\xff\xff\x7f" * shape.hidden)
+    # The last tensor of the file is the final norm: the largest finite numbers overflow.
+    (tmp_path / "bad.gguf").write_bytes(raw[: -4 * shape.hidden] + b"\xff\xff\x7f\x7f" * shape.hidden)
     for isa in ISAS:
         executor = open_cpu(tmp_path / "bad.gguf", isa)
         with pytest.raises(ExecutorError, match=r"request 5: the model's output is not a number at position 2;"):
             executor.run(Plan((Chunk(5, (1, 2), 0, (0,), params),)))
+
+
+@pytest.mark.parametrize("precision", [Type.Q4_1, Type.Q8_0, Type.F16, Type.F32], ids=lambda kind: kind.name)
+def test_weights_that_are_not_finite_are_named(tmp_path: Path, precision: Type) -> None:
+    path = tmp_path / "tiny.gguf"
+    tiny(precision=precision).write(path)
+    file = load_weights(str(path)).file
+    begin = file.tensors["blk.1.ffn_down.weight"].offset
+    raw = bytearray(path.read_bytes())
+    raw[begin : begin + 4] = b"\xff\x7f\xff\x7f"  # not a number in fp16 and in fp32
+    path.write_bytes(raw)
+    with pytest.raises(ModelError, match=r"tensor blk\.1\.ffn_down\.weight holds values that are not finite"):
+        open_cpu(path)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ int32_t bl_step(BlEngine*, const BlStep*);
 
 // Packing. `type` is the ggml tensor type of `source`, one row after the other; source row row_map[i] goes to row
 // first + i of the packed matrix of `format`. Rows never packed stay as they are: zero, from bl_map. -1: unknown type, or
-// one that BL_W4 does not hold.
+// one that BL_W4 does not hold. -2: values that are not finite, or beyond 127 times the largest fp16.
 int64_t bl_packed_bytes(int32_t format, int64_t rows, int64_t cols);
 int32_t bl_packed_format(int32_t type);
 int32_t bl_pack_rows(int32_t type, const uint8_t* source, int64_t cols, const int32_t* row_map, int64_t count,

@@ -58,6 +58,8 @@ void scale_and_minimum(const uint8_t* s, int j, int* scale, int* minimum) {
   *minimum = j < 4 ? s[j + 4] & 63 : s[j + 4] >> 4 | (s[j] >> 6 << 4);
 }
 
+bool finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
+
 // 32 nibbles with one scale and offset.
 struct Nibbles {
   uint8_t value[32];
@@ -156,15 +158,18 @@ void put_bytes(const int8_t* q, uint16_t scale, uint8_t* tile, int output) {
   memcpy(tile + 512 + 2 * output, &scale, 2);
 }
 
-void put_floats(const float* x, uint8_t* tile, int output) {
+// False when the values are not finite or too large for an fp16 scale.
+bool put_floats(const float* x, uint8_t* tile, int output) {
+  if (!std::all_of(x, x + 32, [](float v) { return isfinite(v); })) return false;
   float peak = 0;
   for (int i = 0; i < 32; i++) peak = std::max(peak, fabsf(x[i]));
-  if (!std::all_of(x, x + 32, [](float v) { return isfinite(v); })) peak = NAN;
   const uint16_t scale = half_of(peak / 127);
+  if (!finite(scale)) return false;
   const float unit = float_of(scale);  // the rounded scale: small ones are coarse in fp16
   int8_t q[32];
   for (int i = 0; i < 32; i++) q[i] = unit > 0 ? (int8_t)std::clamp((int)lrintf(x[i] / unit), -127, 127) : 0;
   put_bytes(q, scale, tile, output);
+  return true;
 }
 
 uint8_t* tile_at(uint8_t* packed, int format, int64_t cols, int64_t row, int64_t group) {
@@ -193,15 +198,18 @@ int32_t bl_pack_rows(int32_t type, const uint8_t* source, int64_t cols, const in
     for (int64_t g = 0; g < cols / kGroup; g++) {
       uint8_t* tile = tile_at(packed, format, cols, first + i, g);
       if (format == BL_W4) {
-        put_nibbles(nibbles_of(type, row, g), tile, output);
+        const Nibbles n = nibbles_of(type, row, g);
+        if (!finite(n.scale) || !finite(n.offset)) return -2;
+        put_nibbles(n, tile, output);
       } else if (type == Q8_0) {
         uint16_t scale;
         memcpy(&scale, row + g * 34, 2);
+        if (!finite(scale)) return -2;
         put_bytes((const int8_t*)row + g * 34 + 2, scale, tile, output);
       } else {
         float x[32];
         floats_of(type, row, g, x);
-        put_floats(x, tile, output);
+        if (!put_floats(x, tile, output)) return -2;
       }
     }
   }
