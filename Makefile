@@ -11,8 +11,9 @@ export CLUSTER REGISTRY
 
 .PHONY: help
 help: ## This list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
-	@echo; echo "  CLUSTER=current   demo on the cluster of your current kubeconfig (default: an embedded one of its own)"
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+	@echo; echo "  demo and demo-down take:"
+	@echo "  CLUSTER=current     the cluster of your current kubeconfig (default: embedded, one of its own)"
 	@echo "  REGISTRY=host/path  with CLUSTER=current: where to push the images when the cluster cannot load them"
 
 .PHONY: demo demo-down
@@ -32,7 +33,7 @@ test-unit: setup ## Unit and property tests (no cluster)
 	$(PY) -m pytest tests
 e2e: setup ## End-to-end tests on the embedded cluster (root, Go)
 	$(PY) -m pytest e2e
-lint: setup ## ruff and strict types
+lint: setup ## ruff, and mypy with strict types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
@@ -42,8 +43,8 @@ bench: setup ## Continuous against static batching, side by side
 	$(PY) -m e2e.bench.static_batching
 
 .PHONY: crds
-crds: ## Regenerates crds/ from the pydantic models
-	$(VENV)/bin/busload crd --write
+crds: setup ## Regenerates crds/ from the pydantic models (then charts/render.sh)
+	$(VENV)/bin/busload crd -o crds/inferenceservices.busload.dev.yaml
 
 .PHONY: clean
 clean: ## Removes what builds left in the tree (never caches or clusters)

@@ -57,14 +57,15 @@ def up(kind: str) -> int:
     result = {"answer": answer, "decisions": decisions, "seconds": {**steps.seconds, "total": steps.total}}
     (OUT / "demo.json").write_text(json.dumps(result, indent=2) + "\n")
     say(f"Done in {steps.total:.0f} s; e2e/out/demo.json holds answer, decisions and seconds.")
-    hints(cluster, kind)
+    hints(kind)
     return 0
 
 
 def prepare_embedded(steps: Steps) -> Cluster:
     run = [sys.executable, "-m", "e2e.cluster"]
     with steps.step("programs", "Cluster programs (built from source the first time: 7 to 8 minutes, then cached)"):
-        subprocess.run([*run, "build", "kubeone", "coredns"], cwd=ROOT, check=True)
+        # Its progress is on stderr; the paths of the programs on stdout tell nobody here anything.
+        subprocess.run([*run, "build", "kubeone", "coredns"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     with steps.step("cluster", "Embedded cluster, in its own network namespace"):
         subprocess.run([*run, "up"], cwd=ROOT, check=True)
     with steps.step("images", "Runtime and operator images"):
@@ -160,22 +161,25 @@ def explain(report: Report, decisions: list[dict[str, Any]]) -> None:
     rate = total / seconds
     say(f"The burst: {len(report.outcomes)} requests, {len(report.errors)} failed, {total} tokens, {rate:.0f} tokens/s")
     for decision in reversed(decisions):
-        print(
-            f"    {decision['time']}  {decision['knob']} {decision['from']} -> {decision['to']}: {decision['reason']}"
-        )
+        print(f"    {decision['time']}  {decision['reason']}")
         print(f"      {decision['message']}")
         print("      inputs:     " + ", ".join(f"{i['name']}={i['value']}" for i in decision["inputs"]))
         print("      prediction: " + ", ".join(f"{k}={v}" for k, v in decision.get("prediction", {}).items()))
         outcome = decision["outcome"]
-        print(f"      outcome:    {outcome['verdict']}: {outcome.get('message', '')}")
+        message = outcome.get("message") or "not judged yet; `kubectl describe` tells it a minute or two from now"
+        print(f"      outcome:    {outcome['verdict']}: {message}")
 
 
-def hints(cluster: Cluster, kind: str) -> None:
+def hints(kind: str) -> None:
+    lines = {
+        f"kubectl get inferenceservices -n {NAMESPACE}": "READY, BATCH, KV, WAIT, BOTTLENECK",
+        f"kubectl describe inferenceservice {NAME} -n {NAMESPACE}": "observed, tuned, decisions: docs/decisions.md",
+        "make demo-down" + (" CLUSTER=current" if kind == "current" else ""): "removes all of it",
+    }
     if kind == "embedded":
-        print(f"    export KUBECONFIG={cluster.environment['KUBECONFIG']}")
-    print(f"    {cluster.kubectl_path} get inferenceservices        # READY, BATCH, KV, WAIT, BOTTLENECK")
-    print(f"    {cluster.kubectl_path} describe inferenceservice {NAME}   # observed, tuned, decisions")
-    print("    make demo-down" + (" CLUSTER=current" if kind == "current" else "") + "      # removes all of it")
+        lines = {'eval "$(python3 -m e2e.cluster env)"': "KUBECONFIG and kubectl for this shell"} | lines
+    for command, text in lines.items():
+        print(f"    {command:54} # {text}")
 
 
 def down(kind: str) -> int:

@@ -28,6 +28,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["demo", "test", "down"])
     what = parser.parse_args().what
+    check(what)
     if what == "down":
         return down()
     steps = Steps(what)
@@ -40,8 +41,33 @@ def main() -> int:
     return 0
 
 
+def check(what: str) -> None:
+    """Refuses at once what would otherwise fail after minutes of building."""
+    target = "demo-down" if what == "down" else what
+    kind = os.environ.get("CLUSTER", "embedded")
+    if kind not in ("embedded", "current"):
+        sys.exit(f"error: CLUSTER is {kind!r}; allowed: embedded (default), current")
+    if sys.version_info < (3, 11):  # noqa: UP036 - whoever runs make may well have an older one
+        have = ".".join(map(str, sys.version_info[:2]))
+        sys.exit(f"error: this is Python {have}, needed is 3.11 or newer: make {target} PYTHON=python3.12")
+    # What builds images or enters namespaces; tests without a cluster run as anybody.
+    if os.geteuid() != 0 and (what == "demo" or (what == "down" and kind == "embedded")):
+        sys.exit(f'error: `make {target}` needs root (namespaces, images): sudo env "PATH=$PATH" make {target}')
+    if what == "demo" and kind == "embedded":
+        from e2e.cluster import programs
+        from e2e.cluster.settings import Settings
+        from e2e.cluster.shell import Failure
+
+        try:
+            settings = Settings.from_environment()
+            if not all(programs.path(settings, name).exists() for name in programs.NEEDED):
+                programs.go_command()
+        except Failure as error:
+            sys.exit(f"error: {error}")
+
+
 def environment(what: str) -> None:
-    """Makes or brings up to date .venv; does nothing when it already holds what pyproject.toml asks for."""
+    """Makes .venv or brings it up to date; does nothing when it holds what pyproject.toml asks for."""
     wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + (EXTRAS[what] + MODEL).encode()).hexdigest()
     stamp = VENV / f".{what}"
     if stamp.exists() and stamp.read_text() == wanted:
