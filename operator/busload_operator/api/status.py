@@ -60,9 +60,9 @@ class Observed(Model):
     tokens_per_second: Number | None = None
     """Tokens generated per second, all replicas together."""
     time_to_first_token: Number | None = None
-    """99th percentile of the time from arrival to first token."""
+    """Mean time from arrival to first token, of the first tokens in the window; absent when there were none."""
     inter_token_latency: Number | None = None
-    """99th percentile of the time between two tokens."""
+    """Mean time between two tokens of a request; absent when there were none in the window."""
     summary: Summary | None = None
 
 

@@ -148,13 +148,13 @@ def _between(field: str, low: str, high: str) -> Rule:
 
 
 class Objectives(Model):
-    """What clients should feel, as 99th percentiles. Tuning never trades these away for throughput."""
+    """What clients should feel, as means over some seconds. Tuning never trades these away for throughput."""
 
     rules = (_between("timeToFirstToken", "1ms", "1h"), _between("interTokenLatency", "1ms", "1m"))
     time_to_first_token: Duration = "2s"
-    """From the arrival of a request to its first token."""
+    """From the arrival of a request to its first token. The wait (queue depth / finish rate) is held against it."""
     inter_token_latency: Duration = "100ms"
-    """Between two tokens of a request."""
+    """Between two tokens of a request. A larger batch must not miss it."""
 
 
 _MIN_UP_TO_MAX = Rule(
