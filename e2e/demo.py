@@ -74,11 +74,24 @@ def prepare_embedded(steps: Steps) -> Cluster:
 
 
 def prepare_current(steps: Steps) -> Cluster:
-    cluster = access.current()
-    context = cluster.kubectl("config", "current-context").strip()
-    say(f"Using the cluster of your current context, {context!r}")
+    cluster = current_cluster()
     with steps.step("images", "Runtime and operator images"):
         subprocess.run([sys.executable, "-m", "e2e.images", "build", "--load", "current"], cwd=ROOT, check=True)
+    return cluster
+
+
+def current_cluster() -> Cluster:
+    """The cluster of the current context, named before anything is done to it."""
+    cluster = access.current()
+    try:
+        context = cluster.kubectl("config", "current-context").strip()
+    except subprocess.CalledProcessError:
+        where = os.environ.get("KUBECONFIG") or "~/.kube/config"
+        sys.exit(
+            f"error: CLUSTER is current, but {where} has no current context: set KUBECONFIG, or run `kubectl config "
+            "use-context NAME`, or leave CLUSTER out for a cluster of the demo's own"
+        )
+    say(f"Using the cluster of your current context, {context!r}")
     return cluster
 
 
@@ -185,7 +198,7 @@ def hints(kind: str) -> None:
 def down(kind: str) -> int:
     if kind != "current":
         sys.exit("error: the embedded cluster is removed by `make demo-down`")
-    cluster = access.current()
+    cluster = current_cluster()
     example = str(ROOT / "docs/examples/chat.yaml")
     cluster.kubectl("delete", "-n", NAMESPACE, "-f", example, "--ignore-not-found", check=False)
     cluster.kubectl("delete", "-f", "-", "--ignore-not-found", stdin=manifests())
