@@ -59,7 +59,8 @@ class Observer:
 
     async def observe(self, key: Key) -> None:
         """One round of one service."""
-        pods = [pod for pod in self._cache.of_service(PODS, key) if not pod_words.is_leaving(pod)]
+        labelled = self._cache.of_service(PODS, key)
+        pods = [pod for pod in labelled if pod_words.is_made_for(pod, key.name) and not pod_words.is_leaving(pod)]
         samples = await asyncio.gather(*map(self._sample, pods))
         live, tuner = self._cache.service(key), self._tuners.get(key)
         if live is None or tuner is None:
@@ -88,13 +89,11 @@ class Observer:
         scrape = await self._scraper.scrape(address)
         at = self._clock()
         if scrape.values is None:
-            log.debug("pod %s: %s", name, scrape.error)
-            return PodSample(name, at, None, ready=True)
+            return PodSample(name, at, None, ready=True, problem=scrape.error)
         try:
             return PodSample(name, at, counters_from_samples(scrape.values), ready=True)
         except CountersError as error:
-            log.warning("pod %s: %s", name, error)
-            return PodSample(name, at, None, ready=True)
+            return PodSample(name, at, None, ready=True, problem=str(error))
 
     def _told(self, tuner: Tuner) -> Object:
         """What people and children learn from a tuner; a change of it is worth a reconcile."""

@@ -1,6 +1,6 @@
 """Reads what a pod's and a Deployment's status says, in words a person can act on. Pure."""
 
-from busload_operator.control.kinds import Object
+from busload_operator.control.kinds import Object, controller_of
 
 # A container that waits for one of these will not start by waiting longer.
 _NO_IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff"})
@@ -19,6 +19,14 @@ def condition(obj: Object, kind: str) -> Object:
     """The condition of a type, or an empty one."""
     conditions = (obj.get("status") or {}).get("conditions") or []
     return next((item for item in conditions if item.get("type") == kind), {})
+
+
+def is_made_for(pod: Object, service: str) -> bool:
+    """Whether the Deployment of a service made this pod, by way of a ReplicaSet. Labels alone prove nothing: anybody
+    may copy them to a pod of his own."""
+    owner = controller_of(pod) or {}
+    template = (pod["metadata"].get("labels") or {}).get("pod-template-hash")
+    return (owner.get("kind"), owner.get("name")) == ("ReplicaSet", f"{service}-{template}")
 
 
 def is_ready(pod: Object) -> bool:

@@ -108,6 +108,8 @@ class PodSample:
     counters: Counters | None
     """None: the scrape failed or its text was unusable (missing metrics)."""
     ready: bool
+    problem: str = "no usable answer to the scrape"
+    """Why there are no counters."""
 
 
 @dataclass(frozen=True, slots=True)

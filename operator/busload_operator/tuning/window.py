@@ -105,7 +105,7 @@ def read(base: Base | None, sample: PodSample, now: float) -> Reading:
     """Judges one sample against the pod's last usable snapshot. Never raises on bad numbers."""
     counters = sample.counters
     if counters is None:
-        return Reading(base, None, "no usable answer to the scrape")
+        return Reading(base, None, sample.problem)
     if not now - MAX_SCRAPE_AGE <= sample.at <= now + 1.0:
         return Reading(base, None, f"last scrape is {now - sample.at:.0f} s old")
     if lie := _impossible_level(counters):

@@ -48,7 +48,12 @@ def pod(name: str, ready: bool = True, of: str = "chat", ip: str = "127.0.0.1", 
         "metadata": {
             "name": name,
             "namespace": "demo",
-            "labels": {"app.kubernetes.io/managed-by": "busload", "busload.dev/inferenceservice": of},
+            "labels": {
+                "app.kubernetes.io/managed-by": "busload",
+                "busload.dev/inferenceservice": of,
+                "pod-template-hash": "7c9f",
+            },
+            "ownerReferences": [{"kind": "ReplicaSet", "name": f"{of}-7c9f", "uid": "rs", "controller": True}],
         },
         "status": {"phase": "Running", "podIP": ip, "conditions": [{"type": "Ready", "status": state}], **status},
     }

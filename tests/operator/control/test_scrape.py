@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import gzip
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -23,6 +24,11 @@ t_count 2
 """
 
 
+WANTED = frozenset(
+    {"busload_engine_steps_total", "busload_requests_finished_total", "vllm:num_requests_waiting", "t_sum", "t_count"}
+)
+
+
 @contextlib.asynccontextmanager
 async def pod_server(answer: Any) -> AsyncIterator[int]:
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -38,7 +44,10 @@ async def pod_server(answer: Any) -> AsyncIterator[int]:
 
 
 async def scrape(answer: Any, **limits: Any) -> Any:
-    async with pod_server(answer) as port, Scraper(port=port, **{"timeout": 0.5, **limits}) as scraper:
+    async with (
+        pod_server(answer) as port,
+        Scraper(port=port, **{"timeout": 0.5, "wanted": WANTED, **limits}) as scraper,
+    ):
         return await scraper.scrape("127.0.0.1")
 
 
@@ -48,6 +57,7 @@ async def test_samples_are_summed_over_labels() -> None:
     assert values["busload_requests_finished_total"] == 5
     assert values["vllm:num_requests_waiting"] == 4
     assert (values["t_sum"], values["t_count"]) == (3, 2)
+    assert values.keys() == WANTED
 
 
 async def slow(_: web.Request) -> web.Response:
@@ -72,6 +82,19 @@ async def cut(request: web.Request) -> web.StreamResponse:
     return response
 
 
+async def bomb(_: web.Request) -> web.Response:
+    return web.Response(body=gzip.compress(b"t_sum 1\n" * (1 << 22)), headers={"Content-Encoding": "gzip"})
+
+
+async def endless(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse()
+    await response.prepare(request)
+    with contextlib.suppress(ConnectionResetError):
+        while True:
+            await response.write(b"#" * 65536)
+    return response
+
+
 async def redirect(_: web.Request) -> web.Response:
     raise web.HTTPFound("http://127.0.0.1:1/elsewhere")
 
@@ -91,8 +114,12 @@ async def broken(_: web.Request) -> web.Response:
         ("<html>hello</html>\n", "no usable metrics"),
         ("", "no usable metrics"),
         (GOOD + "busload_tok", "ends in the middle of a line"),
-        (GOOD + 'x{a="b} 1\n', "no usable metrics"),
-        (GOOD + "# pad\n" * 300_000, "more than 1048576 bytes"),
+        (GOOD + 't_sum{a="b} 1\n', "no usable metrics"),
+        (GOOD + "# pad\n" * 300_000, "more than 262144 bytes"),
+        (bomb, "more than 262144 bytes"),
+        (endless, "more than 262144 bytes"),
+        (GOOD + "t_sum 3\n", "t_sum is there twice"),
+        ("node_load1 3\n", "none of the metrics of a busload runtime"),
     ],
 )
 async def test_a_pod_that_misbehaves_gives_no_values_and_a_reason(answer: Any, why: str) -> None:
@@ -124,14 +151,18 @@ async def test_no_more_at_once_than_allowed() -> None:
         now -= 1
         return web.Response(text=GOOD)
 
-    async with pod_server(count) as port, Scraper(port=port, concurrency=3, timeout=5) as scraper:
+    async with pod_server(count) as port, Scraper(port=port, concurrency=3, timeout=5, wanted=WANTED) as scraper:
         found = await asyncio.gather(*(scraper.scrape("127.0.0.1") for _ in range(20)))
     assert all(one.values for one in found)
     assert peak == 3
 
 
 def test_a_metric_that_is_not_a_number_is_missing() -> None:
-    assert parse("a NaN\nb 1\n") == {"b": 1.0}
+    assert parse("a NaN\nb 1\nc +Inf\nd -Inf\ne 1e999\n", frozenset("abcde")) == {"b": 1.0}
+
+
+def test_lines_that_nobody_needs_are_not_parsed() -> None:
+    assert parse('other{x="unclosed\na 1\n{}\n\n', {"a"}) == {"a": 1.0}
 
 
 @pytest.mark.parametrize("address", ["::1"])
