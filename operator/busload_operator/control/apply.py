@@ -84,8 +84,13 @@ def is_applied(live: Object, stamped: Object) -> bool:
         return False
     metadata = {name: stamped["metadata"][name] for name in ("labels", "annotations") if name in stamped["metadata"]}
     content = {name: value for name, value in stamped.items() if name not in ("apiVersion", "kind", "metadata")}
+    return wrote(live, {**content, "metadata": metadata})
+
+
+def wrote(live: Object, content: Object) -> bool:
+    """True when each field of this content is as we last applied it: nobody else has changed it since."""
     fields = _owned_fields(live)
-    return bool(fields) and owns({**content, "metadata": metadata}, fields)
+    return bool(fields) and owns(content, fields)
 
 
 def _owned_fields(live: Object) -> Object:

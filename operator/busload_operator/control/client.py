@@ -73,9 +73,12 @@ class Client:
             metrics.observe_request(verb, path, status, time.monotonic() - started)
         if status >= 300:
             raise _error(verb, path, status, headers, data)
-        answer = json.loads(data)
+        try:
+            answer = json.loads(data)
+        except (ValueError, RecursionError):  # a proxy in between, or an answer cut short
+            answer = None
         if not isinstance(answer, dict):
-            raise ApiError(verb, path, status, "UnexpectedAnswer", f"expected an object, got {type(answer).__name__}")
+            raise ApiError(verb, path, status, "UnexpectedAnswer", f"expected a JSON object, got {data[:80]!r}")
         return answer
 
     async def _send(
@@ -109,11 +112,15 @@ class Client:
         items: list[Object] = []
         query = {"limit": str(_PAGE)} | ({"labelSelector": kind.selector} if kind.selector else {})
         while True:
-            page = await self.call("GET", kind.path(namespace), deadline=max(30.0, self.timeout), **query)
+            path = kind.path(namespace)
+            page = await self.call("GET", path, deadline=max(30.0, self.timeout), **query)
+            metadata = page.get("metadata") or {}
+            if not str(metadata.get("resourceVersion")).isdecimal():  # taken for an empty list, it would drop all
+                raise ApiError("GET", path, 200, "UnexpectedAnswer", f"expected a list, got {str(page)[:80]}")
             items += page.get("items") or []
-            token = page["metadata"].get("continue")
+            token = metadata.get("continue")
             if not token:
-                return items, page["metadata"]["resourceVersion"]
+                return items, metadata["resourceVersion"]
             query["continue"] = token
 
     async def apply(self, kind: Kind, body: Object, manager: str, subresource: str = "") -> Object:

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from busload_operator.control import status as statuses
@@ -13,8 +14,10 @@ from busload_operator.control.events import Recorder, transitions
 from busload_operator.control.kinds import CONFIG_MAPS, DEPLOYMENTS, PODS, SERVICES, Key, Object
 from busload_operator.control.logs import about
 from busload_operator.control.nudge import Nudger
+from busload_operator.control.pods import is_made_for
 from busload_operator.control.service import InvalidSpecError, Service, read_service
 from busload_operator.control.status import Problem, Seen
+from busload_operator.control.stored import stored_status
 from busload_operator.control.tuner import Tuner
 from busload_operator.resources.build import children
 from busload_operator.resources.limits_config_map import limits_config_map_name
@@ -25,7 +28,22 @@ log = logging.getLogger(__name__)
 STATUS_SECONDS = 3.0
 """Least time between two writes of mere readings (observed, law, bottleneck) of a service."""
 RECHECK_SECONDS = 60.0
-"""When to look again at what no watch will tell: an object of somebody else that stands in the way."""
+"""When to look again at what no watch will tell: an object of somebody else that stands in the way, or one that the
+API server rejects until a person has changed it or the rules."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rejected:
+    """Children of one generation of one service that the API server does not take."""
+
+    uid: str
+    generation: int
+    at: float
+    problem: Problem
+
+    def stands(self, service: Service, now: float) -> bool:
+        same = (self.uid, self.generation) == (service.uid, service.generation)
+        return same and now - self.at < RECHECK_SECONDS
 
 
 class Reconciler:
@@ -45,7 +63,7 @@ class Reconciler:
         self._applier = Applier(client, cache)
         self._nudger = Nudger(client, clock)
         self._told_at: dict[Key, float] = {}
-        self._rejected: dict[Key, tuple[int, Problem]] = {}
+        self._rejected: dict[Key, _Rejected] = {}
 
     async def reconcile(self, key: Key) -> float | None:
         """Returns the seconds after which it must run again, or None. Raises `ApiError` for what to try again."""
@@ -60,11 +78,11 @@ class Reconciler:
         tuner = self._tuner(service)
         tuner.conform(service)
         problem, failure = await self._apply(service, tuner)
-        pods = self._cache.of_service(PODS, key)
+        pods = self._pods(key)
         again = await self._tell(live, statuses.build(self._seen(service, tuner, pods, problem, failure)))
         if failure:
             raise Retry(failure)
-        if problem is not None and again is None and key not in self._rejected:
+        if problem is not None and again is None:
             again = RECHECK_SECONDS
         return again
 
@@ -80,8 +98,8 @@ class Reconciler:
     async def _apply(self, service: Service, tuner: Tuner) -> tuple[Problem | None, str]:
         """Applies the children. Returns what only a person can solve, or what will be tried again in text."""
         rejected = self._rejected.get(service.key)
-        if rejected and rejected[0] == service.generation:
-            return rejected[1], ""
+        if rejected and rejected.stands(service, self._clock()):
+            return rejected.problem, ""
         self._rejected.pop(service.key, None)
         in_force = tuner.in_force
         document = LimitsDocument(in_force.generation, in_force.limits)
@@ -99,16 +117,19 @@ class Reconciler:
                 raise
             if error.permanent:
                 problem = Problem("ChildRejected", str(error))
-                self._rejected[service.key] = (service.generation, problem)
+                self._rejected[service.key] = _Rejected(service.uid, service.generation, self._clock(), problem)
                 return problem, ""
             if error.status == 403:
                 return None, str(error)
             raise
         if tuner.in_force == in_force:  # the observation loop may have moved on meanwhile
             tuner.written = True
-        pods = self._cache.of_service(PODS, service.key)
+        pods = self._pods(service.key)
         await self._nudger.nudge(pods, in_force.generation, tuner.runs, changed)
         return None, ""
+
+    def _pods(self, key: Key) -> list[Object]:
+        return [pod for pod in self._cache.of_service(PODS, key) if is_made_for(pod, key.name)]
 
     def _carries(self, service: Service, document: LimitsDocument) -> bool:
         namespace, name = service.key
@@ -139,7 +160,7 @@ class Reconciler:
         stored = await self._client.apply(SERVICES, statuses.body(live, new), statuses.MANAGER, "status")
         self._told_at[key] = self._clock()
         self._cache.put(SERVICES, stored)
-        for kind, reason, message in transitions(old, new):
+        for kind, reason, message in transitions(stored_status(live), new):
             log.info("%s: %s", reason, message, extra=about(*key, live["metadata"]["generation"]))
             await self._recorder.emit(live, kind, reason, message)
         return None

@@ -8,6 +8,7 @@ from busload_operator.api.schema import problems
 from busload_operator.api.units import parse_duration
 from busload_operator.api.v1alpha1 import InferenceService
 from busload_operator.control.kinds import Key, Object
+from busload_operator.control.stored import stored_status
 from busload_operator.tuning.types import Bounds, Mode, Objectives, Range, Scaling
 
 
@@ -28,6 +29,11 @@ class Service:
     objectives: Objectives
     mode: Mode
     scaling: Scaling
+
+    @property
+    def stored(self) -> Object:
+        """The stored status, without what this version does not understand."""
+        return stored_status(self.live)
 
     @property
     def asked_replicas(self) -> int:

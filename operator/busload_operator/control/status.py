@@ -13,6 +13,7 @@ from busload_operator.control import pods as pod_words
 from busload_operator.control import report
 from busload_operator.control.kinds import SERVICES, Object
 from busload_operator.control.service import Service
+from busload_operator.control.stored import stored_status
 from busload_operator.control.tuner import Tuner
 from busload_operator.resources.labels import selector_text
 from busload_operator.resources.service import PORT
@@ -53,7 +54,7 @@ class Seen:
 def build(seen: Seen) -> Object:
     """The status that should be stored."""
     service, tuner = seen.service, seen.tuner
-    old = service.live.get("status") or {}
+    old = service.stored
     here = [pod for pod in seen.pods if not pod_words.is_leaving(pod)]
     # A stalled service is not on its way: whoever waits for it must learn that waiting is in vain.
     progress = _stalled(seen) or _reconciling(seen, here)
@@ -74,7 +75,7 @@ def build(seen: Seen) -> Object:
 
 def invalid(live: Object, message: str, now: str) -> Object:
     """The status of a service whose spec cannot be used: everything else stays as it was."""
-    old = live.get("status") or {}
+    old = stored_status(live)
     conditions: list[Object] = [
         {"type": "Ready", "status": "False", "reason": "InvalidSpec", "message": message},
         {"type": "Stalled", "status": "True", "reason": "InvalidSpec", "message": message},
@@ -121,7 +122,7 @@ def urgent(old: Object, new: Object) -> bool:
 def _without_readings(status: Object) -> Object:
     """What tuning waits for is told with numbers that move; that it waits, and why in one word, is no reading."""
     conditions = [
-        {**item, "message": ""} if item["type"] == "Tuning" else item for item in status.get("conditions") or []
+        {**item, "message": ""} if item.get("type") == "Tuning" else item for item in status.get("conditions") or []
     ]
     rest = {name: value for name, value in status.items() if name not in _SLOW_FIELDS}
     return {**rest, "conditions": conditions}
@@ -152,7 +153,7 @@ def merge_conditions(old: Object, conditions: Sequence[Object], generation: int,
 
 def _by_type(status: Object) -> dict[str, Object]:
     conditions = status.get("conditions") or []
-    return {item["type"]: item for item in conditions if item["type"] in CONDITION_TYPES}
+    return {item["type"]: item for item in conditions if item.get("type") in CONDITION_TYPES}
 
 
 def _condition(kind: str, state: bool, reason: str, message: str) -> Object:
@@ -199,7 +200,7 @@ def _rollout(seen: Seen) -> tuple[bool, int]:
 
 def _was_ready(service: Service) -> bool:
     """Whether this very generation of the spec was told to be ready."""
-    old = service.live.get("status") or {}
+    old = service.stored
     ready: Object = next((item for item in old.get("conditions") or [] if item["type"] == "Ready"), {})
     return (ready.get("status"), ready.get("observedGeneration")) == ("True", service.generation)
 
@@ -229,7 +230,7 @@ def _stalled(seen: Seen) -> Object | None:
 
 
 def _tuning(seen: Seen) -> Object:
-    old = {item["type"]: item for item in (seen.service.live.get("status") or {}).get("conditions") or []}
+    old = {item["type"]: item for item in seen.service.stored.get("conditions") or []}
     result, mode = seen.tuner.result, seen.service.mode
     if mode is Mode.OFF:
         return _condition("Tuning", False, "Off", "spec.tuning.mode is Off: the service is observed and left as it is")

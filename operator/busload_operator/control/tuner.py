@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from busload_operator.control import metrics, report
-from busload_operator.control.kinds import Key, Object
+from busload_operator.control.apply import wrote
+from busload_operator.control.kinds import Key, Object, controller_of
 from busload_operator.control.logs import about
 from busload_operator.control.service import Service
 from busload_operator.resources.initial_limits import initial_limits
@@ -59,7 +60,8 @@ class Tuner:
     @classmethod
     def recover(cls, service: Service, config_map: Object | None, deployment: Object | None) -> "Tuner":
         """The tuner of a service that this process has not seen before."""
-        status = service.live.get("status") or {}
+        status = service.stored
+        config_map, deployment = (child if _is_of(child, service) else None for child in (config_map, deployment))
         in_force = _in_force(service, config_map, deployment, status.get("tuned") or {})
         return cls(service.key, service.uid, in_force, [_abandoned(entry) for entry in status.get("decisions") or []])
 
@@ -142,8 +144,10 @@ def _in_force(service: Service, config_map: Object | None, deployment: Object | 
         replicas = int((deployment.get("spec") or {}).get("replicas", replicas))
     known_generation = int(tuned.get("generation") or 0)
     text = ((config_map or {}).get("data") or {}).get(LIMITS_KEY)
-    if text is not None:
+    if config_map is not None and text is not None:
         try:
+            if not wrote(config_map, {"data": {LIMITS_KEY: text}}):
+                raise LimitsError("somebody else has changed them")
             document = parse_limits(text)
             return InForce(document.default, document.generation, replicas)
         except LimitsError as error:
@@ -153,6 +157,11 @@ def _in_force(service: Service, config_map: Object | None, deployment: Object | 
     if limits := _limits_of_status(tuned):
         return InForce(limits, known_generation + 1, replicas)
     return InForce(initial_limits(service.parsed.spec), known_generation + 1, replicas)
+
+
+def _is_of(child: Object | None, service: Service) -> bool:
+    """Whether it is a child of this very service, not of an earlier one of the same name or of somebody else."""
+    return child is not None and (controller_of(child) or {}).get("uid") == service.uid
 
 
 def _limits_of_status(tuned: Object) -> Limits | None:

@@ -30,7 +30,7 @@ async def wait_for_definition(client: Client, seconds: float = 2.0) -> None:
     loop = asyncio.get_running_loop()
     while True:
         try:
-            served = {item["name"] for item in (await client.call("GET", path))["resources"]}
+            served = {item.get("name") for item in (await client.call("GET", path)).get("resources") or []}
             if {SERVICES.plural, f"{SERVICES.plural}/status"} <= served:
                 return
             reason = f"{path} serves no {SERVICES.plural} with a status"

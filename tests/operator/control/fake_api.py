@@ -402,6 +402,8 @@ def _disown(owned: dict[str, Any], old: Any, new: Any, name: str = "") -> None:
             continue
         if owned[key] and isinstance(after, dict | list):
             _disown(owned[key], before, after, field or "")
+            if not owned[key]:  # a node without children would be a leaf, and owned
+                del owned[key]
         else:
             del owned[key]
 

@@ -39,7 +39,12 @@ def live(old: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
 
 def deployment(replicas: int = 1, ready: int = 1, **changes: Any) -> dict[str, Any]:
     state = {"observedGeneration": 5, "replicas": replicas, "updatedReplicas": replicas, "readyReplicas": ready}
-    return {"metadata": {"generation": 5}, "spec": {"replicas": replicas}, "status": {**state, **changes}}
+    owner = {"kind": "InferenceService", "name": "chat", "uid": "u1", "controller": True}
+    return {
+        "metadata": {"generation": 5, "ownerReferences": [owner]},
+        "spec": {"replicas": replicas},
+        "status": {**state, **changes},
+    }
 
 
 def seen(obj: dict[str, Any], pods: list[dict[str, Any]], child: dict[str, Any] | None, **changes: Any) -> Seen:

@@ -11,6 +11,7 @@ from control_helpers import condition, pod, quiet, roll_out, service, until
 from fake_api import FakeApi
 
 from busload_operator.control import controller as controllers
+from busload_operator.control import reconcile
 from busload_operator.control.controller import WatchEndedError
 
 Running = Callable[..., Any]
@@ -235,6 +236,41 @@ async def test_a_rejected_child_stalls_and_is_not_tried_again(api: FakeApi, runn
         live["spec"]["replicas"] = 2  # type: ignore[index]
         await api.put("inferenceservices", live)  # type: ignore[arg-type]
         await until(lambda: api.get("deployments", "demo", "chat"))
+
+
+async def test_a_rejection_ends_when_the_cause_is_gone(
+    api: FakeApi, running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reconcile, "RECHECK_SECONDS", 1.0)
+    api.fail("PATCH", "/configmaps/", 422, {"message": "data: Forbidden: immutable"}, times=100)
+    async with running():
+        await api.put("inferenceservices", service())
+        await until(lambda: condition(api, "Stalled").get("reason") == "ChildRejected")
+        api.faults.clear()  # a person deleted the immutable object, or changed the policy
+        await settled(api)
+        assert not condition(api, "Stalled")
+
+
+@pytest.mark.parametrize("answer", ["<html>proxy</html>", "[]", "{}", '{"metadata": {}}', '{"items": [', "[" * 100_000])
+async def test_an_answer_that_is_none_is_a_fault_like_others(api: FakeApi, running: Running, answer: str) -> None:
+    await api.put("inferenceservices", service())
+    for verb, part in (("GET", "/apis/busload.dev/v1alpha1"), ("GET", "/pods"), ("PATCH", "/deployments/")):
+        api.fail(verb, part, 200, answer)
+    async with running():
+        await settled(api)
+
+
+async def test_a_pod_with_copied_labels_is_not_counted(api: FakeApi, running: Running) -> None:
+    async with running():
+        await api.put("inferenceservices", service())
+        await settled(api)
+        stranger = pod("stranger")
+        stranger["metadata"]["ownerReferences"] = []
+        await api.put("pods", stranger)
+        await quiet(api)
+    assert status_of(api)["replicas"] == 1
+    assert not condition(api, "Reconciling")
+    assert "annotations" not in (api.get("pods", "demo", "stranger") or {})["metadata"]
 
 
 async def test_missing_rights_are_told_and_tried_again(api: FakeApi, running: Running) -> None:
