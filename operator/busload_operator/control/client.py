@@ -98,10 +98,19 @@ class Client:
         headers = dict(response.getheaders() or {})  # type: ignore[no-untyped-call]
         return response.status, headers, data.decode(errors="replace")
 
+    async def one(
+        self, verb: str, path: str, body: Any = None, content: str = _JSON, deadline: float | None = None, **query: str
+    ) -> Object:
+        """Like `call`, for an answer that is one object: without a version it is none, and `ApiError` is raised."""
+        answer = await self.call(verb, path, body, content, deadline, **query)
+        if not _version(answer):
+            raise ApiError(verb, path, 200, "UnexpectedAnswer", f"expected an object, got {str(answer)[:80]}")
+        return answer
+
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
         """The object, or None when it does not exist."""
         try:
-            return await self.call("GET", kind.path(namespace, name))
+            return await self.one("GET", kind.path(namespace, name))
         except ApiError as error:
             if error.status == 404:
                 return None
@@ -114,24 +123,23 @@ class Client:
         while True:
             path = kind.path(namespace)
             page = await self.call("GET", path, deadline=max(30.0, self.timeout), **query)
-            metadata = page.get("metadata") or {}
-            if not str(metadata.get("resourceVersion")).isdecimal():  # taken for an empty list, it would drop all
+            if not (version := _version(page)):  # taken for an empty list, it would drop all
                 raise ApiError("GET", path, 200, "UnexpectedAnswer", f"expected a list, got {str(page)[:80]}")
             items += page.get("items") or []
-            token = metadata.get("continue")
+            token = page["metadata"].get("continue")
             if not token:
-                return items, metadata["resourceVersion"]
+                return items, version
             query["continue"] = token
 
     async def apply(self, kind: Kind, body: Object, manager: str, subresource: str = "") -> Object:
         """Server-side apply; conflicts are forced, because the operator owns each field it sends."""
         metadata = body["metadata"]
         path = kind.path(metadata["namespace"], metadata["name"], subresource)
-        return await self.call("PATCH", path, body, APPLY, fieldManager=manager, force="true")
+        return await self.one("PATCH", path, body, APPLY, fieldManager=manager, force="true")
 
     async def merge(self, kind: Kind, namespace: str, name: str, body: Object, manager: str) -> Object:
         """JSON merge patch, for a single field of an object that is not ours to apply."""
-        return await self.call("PATCH", kind.path(namespace, name), body, MERGE, fieldManager=manager)
+        return await self.one("PATCH", kind.path(namespace, name), body, MERGE, fieldManager=manager)
 
     async def delete(self, kind: Kind, obj: Object) -> None:
         """Deletes exactly this object (by uid); one that is gone already is fine."""
@@ -142,6 +150,13 @@ class Client:
         except ApiError as error:
             if error.status != 404:
                 raise
+
+
+def _version(answer: Object) -> str:
+    """The resourceVersion of an object or a list; empty when there is none that is a number."""
+    metadata = answer.get("metadata")
+    version = str(metadata.get("resourceVersion")) if isinstance(metadata, dict) else ""
+    return version if version.isdecimal() else ""
 
 
 def _error(verb: str, path: str, status: int, headers: dict[str, str], data: str) -> ApiError:

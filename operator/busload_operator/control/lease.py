@@ -73,7 +73,7 @@ class Lease:
             try:
                 if left <= 0:
                     raise LeaseLost(f"not renewed for {self._renew:g} s")
-                if await self._put(self.identity, deadline=min(left, max(1.0, self._retry))):
+                if await self._renew_by(min(left, max(1.0, self._retry))):
                     self._good_at = started
                     continue
                 await self._read()
@@ -92,10 +92,11 @@ class Lease:
 
     async def _try(self) -> bool:
         started = self._clock()
-        if not await self._read():
+        found = await self._read()
+        if self.holder not in ("", self.identity) and self._clock() - self._seen_at < self._held_seconds():
+            return False  # also when somebody deleted it: its holder may act still
+        if not found:
             won = await self._create()
-        elif self.holder not in ("", self.identity) and self._clock() - self._seen_at < self._held_seconds():
-            return False
         else:
             won = await self._put(self.identity, deadline=self._retry)
         if won:
@@ -106,6 +107,14 @@ class Lease:
         assert self._object is not None
         return float(self._object["spec"].get("leaseDurationSeconds") or self._duration)
 
+    async def _renew_by(self, deadline: float) -> bool:
+        try:
+            return await self._put(self.identity, deadline)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+        return await self._create()  # somebody deleted it; nobody else may hold it before ours would have expired
+
     async def _read(self) -> bool:
         found = await self._client.get(LEASES, self._namespace, self._name)
         if found is not None:
@@ -114,7 +123,7 @@ class Lease:
 
     def _observe(self, found: Object) -> None:
         self._object = found
-        found.setdefault("spec", {})
+        found["spec"] = found.get("spec") or {}
         if found["metadata"]["resourceVersion"] != self._seen_version:
             self._seen_version, self._seen_at = found["metadata"]["resourceVersion"], self._clock()
 
@@ -134,7 +143,7 @@ class Lease:
 
     async def _write(self, verb: str, path: str, body: Object, deadline: float) -> bool:
         try:
-            self._observe(await self._client.call(verb, path, body, deadline=deadline))
+            self._observe(await self._client.one(verb, path, body, deadline=deadline))
         except ApiError as error:
             if error.status == 409:
                 return False

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Coroutine
 from importlib.metadata import version
 from typing import Any
+from uuid import uuid4
 
 from kubernetes.aio.config.config_exception import ConfigException
 
@@ -62,7 +63,8 @@ async def _run(settings: Settings) -> int:
 
 
 async def _lead(client: Client, settings: Settings, controller: Controller, stop: asyncio.Event) -> int:
-    lease = Lease(client, settings.namespace, LEASE, settings.identity)
+    # A name alone is not enough: two processes of one name, on one host say, would both take themselves for the holder.
+    lease = Lease(client, settings.namespace, LEASE, f"{settings.identity}_{uuid4()}")
     if not await _first(lease.acquire(), stop):
         return 0
     metrics.LEADER.labels(LEASE).set(1)

@@ -86,3 +86,45 @@ async def test_release_by_a_loser_changes_nothing(api: FakeApi, client: Client) 
         await asyncio.wait_for(second.acquire(), 0.3)
     await second.release()
     assert holder(api) == "a"
+
+
+async def test_a_deleted_lease_goes_to_nobody_else_while_its_holder_lives(api: FakeApi, client: Client) -> None:
+    first, second = contender(client, "a"), contender(client, "b")
+    await first.acquire()
+    holding = asyncio.create_task(first.hold())
+    taking = asyncio.create_task(second.acquire())
+    await asyncio.sleep(0.3)
+    for _ in range(3):
+        await api.remove("leases", "ops", "leader")
+        await until(lambda: holder(api))
+        assert holder(api) == "a"
+    assert not taking.done()
+    assert not holding.done()
+    holding.cancel()
+    await asyncio.wait_for(taking, 5)
+    assert holder(api) == "b"
+
+
+async def test_a_deleted_lease_of_a_dead_holder_is_taken_after_the_duration(api: FakeApi, client: Client) -> None:
+    first, second = contender(client, "a"), contender(client, "b")
+    await first.acquire()
+    taking = asyncio.create_task(second.acquire())
+    await asyncio.sleep(0.3)
+    await api.remove("leases", "ops", "leader")
+    await asyncio.sleep(0.4)
+    assert not holder(api)
+    await asyncio.wait_for(taking, 5)
+    assert holder(api) == "b"
+
+
+@pytest.mark.parametrize("answer", ["<html>proxy</html>", "[]", "{}"])
+async def test_an_answer_that_is_no_lease_does_not_end_the_process(api: FakeApi, client: Client, answer: str) -> None:
+    lease = contender(client, "a", renew=5)
+    api.fail("GET", "/leases", 200, answer)
+    await lease.acquire()
+    api.fail("PUT", "/leases", 200, answer, times=2)
+    holding = asyncio.create_task(lease.hold())
+    await until(lambda: [c for c in api.calls if c.verb == "PUT"][3:])
+    assert not holding.done()
+    assert holder(api) == "a"
+    holding.cancel()

@@ -40,7 +40,7 @@ async def output(process: Process) -> str:
 
 def holder(api: FakeApi) -> str:
     lease = api.get("leases", "busload-system", "busload-operator") or {"spec": {}}
-    return str(lease["spec"].get("holderIdentity", ""))
+    return str(lease["spec"].get("holderIdentity", "")).partition("_")[0]
 
 
 async def test_sigterm_ends_it_at_once_and_hands_the_lease_over(api: FakeApi) -> None:
@@ -63,6 +63,23 @@ async def test_a_second_one_waits_and_takes_over(api: FakeApi) -> None:
             await until(lambda: api.get("deployments", "demo", "chat"), 20)
             second.terminate()
             assert await second.wait() == 0
+
+
+async def test_two_of_one_name_do_not_act_both(api: FakeApi) -> None:
+    async with operator(api, POD_NAME="a") as first:
+        await until(lambda: holder(api) == "a", 20)
+        lease = api.get("leases", "busload-system", "busload-operator")
+        identity = lease["spec"]["holderIdentity"]  # type: ignore[index]
+        async with operator(api, POD_NAME="a") as second:
+            await until(lambda: len([c for c in api.calls if c.verb == "GET" and "/leases/" in c.path]) > 2, 20)
+            await asyncio.sleep(3)
+            lease = api.get("leases", "busload-system", "busload-operator")
+            assert lease["spec"]["holderIdentity"] == identity  # type: ignore[index]
+            second.terminate()
+            assert await second.wait() == 0
+        assert first.returncode is None
+        first.terminate()
+        await first.wait()
 
 
 async def test_one_that_waits_for_the_lease_ends_too(api: FakeApi) -> None:
