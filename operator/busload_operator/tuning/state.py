@@ -52,6 +52,8 @@ class Pending:
     limits_after: Limits
     replicas_before: int
     replicas_after: int
+    pods: tuple[str, ...]
+    """Ready pods when it was made."""
     tokens_per_second_before: float | None
     """Of all ready pods while there was load; None: there was none."""
     inter_token_before: float | None

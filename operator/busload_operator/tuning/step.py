@@ -278,6 +278,7 @@ def _change(
         limits_after=found.limits,
         replicas_before=s.inputs.replicas,
         replicas_after=found.replicas,
+        pods=tuple(sorted({sample.pod for sample in s.inputs.pods if sample.ready})),
         tokens_per_second_before=tokens,
         inter_token_before=before.itl if before is not None else None,
         prefill_before=before.prefill_per_busy_second if before is not None else 0.0,

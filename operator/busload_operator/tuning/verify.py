@@ -54,6 +54,9 @@ def follow(pending: Pending, inputs: Inputs, picture: Picture, law: Law | None, 
         if pending.applied_at is None and inputs.now - pending.decision.at <= APPLY_SECONDS:
             return Judgement(pending)
         return _close(pending, Verdict.INCONCLUSIVE, "the values in force were changed from outside")
+    of_setting = pending.decision.knob is not Knob.REPLICAS and pending.decision.reason is not Reason.LOW_USE
+    if of_setting and (judged := _follow_pods(pending, inputs)) is not None:
+        return judged
     if pending.applied_at is None:
         return _await(pending, inputs, picture)
     if pending.decision.reason is Reason.LOW_USE:
@@ -61,7 +64,21 @@ def follow(pending: Pending, inputs: Inputs, picture: Picture, law: Law | None, 
     pending = _collect(pending, picture)
     if pending.decision.knob is Knob.REPLICAS:
         return _follow_replicas(pending, inputs, picture)
-    return _follow_setting(pending, inputs, picture, law)
+    return _follow_setting(pending, inputs, law)
+
+
+def _follow_pods(pending: Pending, inputs: Inputs) -> Judgement | None:
+    """A setting is compared on the pods that ran before it. One that went down after it may have done so because of
+    it (a larger batch or KV cache needs memory); one that is gone was replaced, by an update say, and tells nothing."""
+    ready = {sample.pod: sample.ready for sample in inputs.pods}
+    if down := [pod for pod in pending.pods if ready.get(pod) is False]:
+        judged = _put_back(pending, inputs, f"{', '.join(down[:3])} stopped being ready after it; it was put back")
+        # A pod that goes down costs its requests: nothing in between is tried for a while either.
+        refused = Refused(pending.decision.knob, pending.decision.before + 1, inputs.now + RETRY_SECONDS)
+        return replace(judged, refused=refused)
+    if ready.keys().isdisjoint(pending.pods):
+        return _close(pending, Verdict.INCONCLUSIVE, "its pods were replaced before it could be judged; it is kept")
+    return None
 
 
 def _await(pending: Pending, inputs: Inputs, picture: Picture) -> Judgement:
@@ -90,15 +107,18 @@ def _await(pending: Pending, inputs: Inputs, picture: Picture) -> Judgement:
 def _collect(pending: Pending, picture: Picture) -> Pending:
     """Keeps the windows of steps under load. The window in which the change arrived is not among them: in it the new
     places were still being filled."""
-    if not picture.windows:
+    windows = picture.windows
+    if pending.decision.knob is not Knob.REPLICAS:
+        windows = tuple(w for w in windows if w.pod in pending.pods)
+    if not windows:
         return pending
-    busy = [_under_load(w, pending.decision) for w in picture.windows]
+    busy = [_under_load(w, pending.decision) for w in windows]
     if not any(busy):
         return replace(pending, quiet=pending.quiet + 1)
     # What replicas are worth shows only while all of them have work.
     if pending.decision.knob is Knob.REPLICAS and not all(busy):
         return replace(pending, quiet=0)
-    return replace(pending, quiet=0, loaded=pending.loaded + picture.windows)
+    return replace(pending, quiet=0, loaded=pending.loaded + windows)
 
 
 def _under_load(window: PodWindow, decision: Decision) -> bool:
@@ -113,7 +133,7 @@ def _per_pod(windows: tuple[PodWindow, ...]) -> list[int]:
     return list(Counter(w.pod for w in windows).values())
 
 
-def _follow_setting(pending: Pending, inputs: Inputs, picture: Picture, law: Law | None) -> Judgement:
+def _follow_setting(pending: Pending, inputs: Inputs, law: Law | None) -> Judgement:
     """Better is believed at once; worse or equal only on windows after the transient, with prompts no heavier than
     before: while new places are being filled, prompts take the time of tokens."""
     decision = pending.decision
@@ -121,13 +141,13 @@ def _follow_setting(pending: Pending, inputs: Inputs, picture: Picture, law: Law
     if passed < SETTLE_SECONDS:
         return Judgement(pending)
     if _enough(decision, pending.loaded):
-        judged = _compare(pending, inputs, picture, pending.loaded)
+        judged = _compare(pending, inputs, pending.loaded)
         if judged.closed is not None and judged.closed.outcome.verdict is Verdict.CONFIRMED:
             return judged
     settled = tuple(w for w in pending.loaded if w.start >= decision.at + TRANSIENT_SECONDS)
     recent = _newest(settled)
     if _enough(decision, recent) and _more_prefill(pending, recent, law) <= BAND:
-        return _compare(pending, inputs, picture, recent)
+        return _compare(pending, inputs, recent)
     if pending.quiet < QUIET_STEPS and passed <= JUDGE_SECONDS:
         return Judgement(pending)
     if _steps(pending.loaded) < LOADED_STEPS_AT_LEAST:
@@ -136,7 +156,7 @@ def _follow_setting(pending: Pending, inputs: Inputs, picture: Picture, law: Law
         share = words.percent(heavier)
         text = f"prompts took {share} more of the step time than before, so it cannot be compared; it is kept"
         return _close(pending, Verdict.INCONCLUSIVE, text)
-    return _compare(pending, inputs, picture, pending.loaded)
+    return _compare(pending, inputs, pending.loaded)
 
 
 def _newest(windows: tuple[PodWindow, ...]) -> tuple[PodWindow, ...]:
@@ -171,11 +191,11 @@ def _steps(windows: tuple[PodWindow, ...]) -> int:
     return max(_per_pod(windows), default=0)
 
 
-def _compare(pending: Pending, inputs: Inputs, picture: Picture, windows: tuple[PodWindow, ...]) -> Judgement:
+def _compare(pending: Pending, inputs: Inputs, windows: tuple[PodWindow, ...]) -> Judgement:
     before = pending.tokens_per_second_before
     if not before:
         return _close(pending, Verdict.INCONCLUSIVE, "there was no load to compare with; it is kept")
-    tokens, itl = _measured(windows, len(picture.ready))
+    tokens, itl = _measured(windows, len(pending.pods))
     change = _change(before, tokens)
     tau = inputs.objectives.inter_token_latency
     was_slow = pending.inter_token_before is not None and pending.inter_token_before > tau

@@ -397,6 +397,50 @@ def test_pods_that_never_apply_the_limits_get_the_old_ones_back() -> None:
     assert service.limits.batch_size == 4
 
 
+def test_a_pod_that_goes_down_after_a_change_puts_it_back() -> None:
+    """More places need more memory: a pod that is killed for it must not start again into the same limits."""
+
+    def dying(now: float, s: PodSample) -> PodSample:
+        return replace(s, counters=None, ready=False) if service.limits.batch_size > 4 else s
+
+    service = burst()
+    service.tamper = dying
+    service.run(60)
+    assert service.decisions[0].after == 8
+    assert service.decisions[0].outcome.verdict is Verdict.ROLLED_BACK
+    assert [d.knob for d in service.decisions].count(Knob.BATCH_SIZE) == 1
+    assert "chat-1 stopped being ready after it" in service.decisions[0].outcome.message
+    assert service.limits.batch_size == 4
+
+
+def test_pods_replaced_while_a_change_is_on_trial_tell_nothing_about_it() -> None:
+    """An update of the spec in the middle of a trial: new pods, perhaps with more CPU."""
+
+    def renamed(now: float, s: PodSample) -> PodSample:
+        return replace(s, pod=f"new-{s.pod}") if service.limits.batch_size > 4 else s
+
+    service = burst()
+    service.tamper = renamed
+    service.run(12)
+    assert service.decisions[0].outcome.verdict is Verdict.INCONCLUSIVE
+    assert "pods were replaced" in service.decisions[0].outcome.message
+    assert service.limits.batch_size >= 8
+
+
+def test_a_pod_that_leaves_during_a_trial_does_not_make_the_change_look_worse() -> None:
+    def leaving(now: float, s: PodSample) -> PodSample:
+        gone = service.limits.batch_size > 4 and s.pod == "chat-2"
+        return replace(s, pod="elsewhere", counters=None, ready=False) if gone else s
+
+    service = Service(replicas=2, bounds=replace(BOUNDS, replicas=Range(2, 2)), tamper=leaving)
+    service.run(20)
+    service.send(64)
+    service.run(30)
+    first = service.decisions[0]
+    assert (first.knob, first.after) == (Knob.BATCH_SIZE, 8)
+    assert first.outcome.verdict is Verdict.CONFIRMED
+
+
 def test_a_replica_that_never_starts_ends_inconclusive() -> None:
     service = Service(bounds=replace(BOUNDS, batch_size=Range(1, 4)), startup=1e6)
     service.clients = 40
