@@ -9,6 +9,7 @@ from busload_operator.api.units import parse_duration
 from busload_operator.api.v1alpha1 import InferenceService
 from busload_operator.control.kinds import Key, Object
 from busload_operator.control.stored import stored_status
+from busload_operator.resources.initial_limits import longest_sequence
 from busload_operator.tuning.types import Bounds, Mode, Objectives, Range, Scaling
 
 
@@ -52,6 +53,7 @@ def read_service(live: Object) -> Service:
     metadata, spec = live["metadata"], parsed.spec
     low, high = spec.bounds.batch_size.min, spec.bounds.batch_size.max
     initial = spec.bounds.batch_size.initial
+    shortest = spec.bounds.max_sequence_length.min
     return Service(
         key=Key(metadata["namespace"], metadata["name"]),
         uid=metadata["uid"],
@@ -59,7 +61,7 @@ def read_service(live: Object) -> Service:
         live=live,
         parsed=parsed,
         bounds=Bounds(
-            max_sequence_length=Range(spec.bounds.max_sequence_length.min, spec.bounds.max_sequence_length.max),
+            max_sequence_length=Range(shortest, max(shortest, longest_sequence(spec))),
             kv_cache_percent=Range(spec.bounds.kv_cache_percent.min, spec.bounds.kv_cache_percent.max),
             batch_size=Range(low, high),
             batch_size_initial=Range(low, high).clamp(8) if initial is None else initial,

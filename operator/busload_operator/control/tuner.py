@@ -71,8 +71,15 @@ class Tuner:
         return self._clock() - self._born > _PATIENCE_SECONDS
 
     def conform(self, service: Service) -> None:
-        """Brings what is in force inside the spec's bounds; in External scaling the spec gives the replicas."""
+        """Brings what is in force inside the spec's bounds; in External scaling the spec gives the replicas.
+
+        The longest sequence is what bounds and memory allow, now and after each edit of the spec. Nothing else moves
+        it, so one that was only ever clamped would stay low when the spec allows more again.
+        """
         limits = clamp(self.in_force.limits, service.bounds)
+        longest = service.bounds.max_sequence_length.max
+        queued_tokens = max(limits.max_queued_tokens, longest)  # one such request must always be able to wait
+        limits = replace(limits, max_sequence_length=longest, max_queued_tokens=queued_tokens)
         replicas = service.asked_replicas
         if service.scaling is Scaling.OBSERVED:
             replicas = service.bounds.replicas.clamp(self.in_force.replicas)

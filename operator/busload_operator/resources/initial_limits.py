@@ -29,7 +29,7 @@ def initial_limits(spec: Spec) -> Limits:
     batch = bounds.batch_size.initial
     if batch is None:
         batch = min(max(BATCH_SIZE, bounds.batch_size.min), bounds.batch_size.max)
-    longest = _longest(spec)
+    longest = longest_sequence(spec)
     return Limits(
         max_sequence_length=longest,
         batch_size=batch,
@@ -41,7 +41,7 @@ def initial_limits(spec: Spec) -> Limits:
     )
 
 
-def _longest(spec: Spec) -> int:
+def longest_sequence(spec: Spec) -> int:
     """The upper bound, as far as model and memory are known to carry it, but never below the lower bound."""
     bounds, bundled = spec.bounds.max_sequence_length, spec.model.source.bundled
     if bundled is None:

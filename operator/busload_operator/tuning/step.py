@@ -164,7 +164,15 @@ def _in_force(state: State, inputs: Inputs) -> tuple[State, _Target]:
         state = replace(state, restored=None)
     if inputs.mode is Mode.AUTO:
         if pending is not None and pending.applied_at is None and since_change <= APPLY_SECONDS:
-            limits, replicas = pending.limits_after, pending.replicas_after
+            # What no decision moves stays with the caller, who may have followed an edit of the spec meanwhile.
+            after = pending.limits_after
+            limits = replace(
+                limits,
+                batch_size=after.batch_size,
+                kv_cache_percent=after.kv_cache_percent,
+                token_budget=after.token_budget,
+            )
+            replicas = pending.replicas_after
         elif restored is not None:
             limits = restored
     limits = _within(limits, inputs.bounds)

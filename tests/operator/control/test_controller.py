@@ -95,6 +95,32 @@ async def test_narrower_bounds_clamp_at_once_and_without_a_decision(api: FakeApi
     assert "decisions" not in status_of(api)
 
 
+async def test_the_longest_sequence_follows_bounds_and_memory_both_ways(api: FakeApi, running: Running) -> None:
+    async def edit(**spec: Any) -> None:
+        live = copy.deepcopy(api.get("inferenceservices", "demo", "chat"))
+        assert live
+        live["spec"] |= spec
+        await api.put("inferenceservices", live)
+
+    def longest() -> int:
+        return int(limits_of(api)["default"]["maxSequenceLength"])
+
+    async with running():
+        await api.put("inferenceservices", service())
+        await settled(api)
+        assert longest() == 8192
+        await edit(bounds={"maxSequenceLength": {"max": 2048}})
+        await until(lambda: longest() == 2048)
+        await edit(bounds={"maxSequenceLength": {"max": 4096}})
+        await until(lambda: longest() == 4096)
+        await edit(resources={"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "1Gi"}})
+        await until(lambda: longest() == 1296)  # (1024 - 960) MiB * 90% / 46080 bytes, in whole blocks of 16
+        await edit(resources={"requests": {"cpu": "1", "memory": "2Gi"}, "limits": {"memory": "2Gi"}})
+        await until(lambda: longest() == 4096)
+        await quiet(api)
+        assert limits_of(api)["generation"] == 5
+
+
 async def test_in_external_scaling_the_spec_gives_the_replicas(api: FakeApi, running: Running) -> None:
     async with running():
         await api.put("inferenceservices", service(scaling={"mode": "External"}, replicas=3))
