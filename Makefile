@@ -40,7 +40,7 @@ lint: setup ## ruff, and mypy with strict types
 
 .PHONY: bench
 bench: setup ## Continuous against static batching, side by side
-	$(PY) -m e2e.bench.static_batching
+	$(PY) -m e2e.bench.static_batching --executor cpu --repeats 3
 
 .PHONY: crds
 crds: setup ## Regenerates crds/ from the pydantic models (then charts/render.sh)

@@ -1,10 +1,12 @@
 """Continuous against static batching: same model, same executor, same scheduler; only the rule of admission differs.
 
-Continuous: a request enters the running batch as soon as another one leaves it. Static: a batch of requests is admitted
-when the batch before it has wholly ended. Requests that have ended cost the static batch nothing here (a padded batch
-would go on computing them), so the ratio is what admission alone buys.
+- continuous: a request enters the running batch as soon as another one leaves it.
+- static: a batch of requests is admitted when the batch before it has wholly ended; requests that have ended cost it
+  nothing. The ratio is what admission alone buys.
+- padded: static batching as it is usually done (a rectangular batch, as in transformers' generate): rows that have
+  ended are computed on until the longest one ends. Only wanted tokens count.
 
-    python -m e2e.bench.static_batching        # 6,000 steps of a real model: some 5 minutes on two free cores
+    python -m e2e.bench.static_batching        # 11,000 steps of a real model: some 15 minutes on two free cores
 """
 
 import argparse
@@ -65,6 +67,9 @@ def _at_share(lengths: Sequence[int], share: float) -> int:
     return round(first + (last - first) * (share - low) / (high - low))
 
 
+WAYS = ("padded", "static", "continuous")
+Maker = Callable[[int, int], Request]
+"""Makes a request of so many random prompt tokens that draws so many."""
 _STEPS_PER_LINE = 500  # of progress on stderr
 
 WORKLOADS: dict[str, tuple[str, Callable[[], list[Length]]]] = {
@@ -143,23 +148,31 @@ class Run:
 
 
 def serve(
-    executor: Clocked, requests: Sequence[Request], limits: Limits, num_blocks: int, static: bool, name: str
+    executor: Clocked, lengths: Sequence[Length], limits: Limits, num_blocks: int, way: str, make: Maker, name: str
 ) -> Run:
-    """All requests are there at the start; this is the only place where the two ways differ."""
+    """All requests are there at the start; this is the only place where the three ways differ."""
     scheduler = Scheduler(limits, executor.block_size, num_blocks)
-    together = limits.batch_size if static else len(requests)
+    together = len(lengths) if way == "continuous" else limits.batch_size
     started, processor, tokens = executor.now(), executor.processor_seconds(), 0
 
     def so_far() -> Run:
         seconds, used = executor.now() - started, executor.processor_seconds() - processor
         return Run(seconds, used, tokens, scheduler.counters.steps)
 
-    for first in range(0, len(requests), together):
-        for request in requests[first : first + together]:
+    for first in range(0, len(lengths), together):
+        group = lengths[first : first + together]
+        longest = max(length.output for length in group)
+        left: dict[int, int] = {}
+        for length in group:
+            request = make(length.prompt, longest if way == "padded" else length.output)
+            left[request.request_id] = length.output
             scheduler.add(request)
         while scheduler.has_work:
             plan = scheduler.plan(executor.now())
-            tokens += len(scheduler.commit(plan, executor.run(plan)))
+            for drawn in scheduler.commit(plan, executor.run(plan)):
+                # Beyond what the request wanted there is only padding.
+                tokens += left[drawn.request_id] > 0
+                left[drawn.request_id] -= 1
             if scheduler.counters.steps % _STEPS_PER_LINE == 0:
                 _progress(name, so_far())
     _progress(name, so_far())
@@ -167,60 +180,65 @@ def serve(
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """Medians over the repeats; the ratio is the median of the ratios of each repeat."""
+class Way:
+    """One way of batching. Medians over the repeats; `ratio` is the median of continuous over this in each repeat."""
 
-    workload: str
-    description: str
-    tokens: int
-    static_tokens_per_second: float
-    continuous_tokens_per_second: float
-    static_steps: int
-    continuous_steps: int
+    tokens_per_second: float
+    steps: int
     ratio: float
     ratios: list[float]
     processor_ratio: float
     """The same per processor second instead of second: steadier when others use the machine."""
 
 
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    workload: str
+    description: str
+    tokens: int
+    ways: dict[str, Way]
+
+
 def compare(executor: Clocked, name: str, batch_size: int, repeats: int) -> Comparison:
-    description, make = WORKLOADS[name]
-    lengths = make()
+    description, workload = WORKLOADS[name]
+    lengths = workload()
     limits = Limits(2048, batch_size, 100, max(512, batch_size), len(lengths), 1_000_000)
     num_blocks = blocks_needed(executor.block_size, batch_size)
     draw, ids = random.Random(1), count()
-    runs: dict[bool, list[Run]] = {True: [], False: []}
+
+    def make(prompt: int, output: int) -> Request:
+        return Request(next(ids), [draw.randrange(executor.vocab_size) for _ in range(prompt)], output)
+
+    runs: dict[str, list[Run]] = {way: [] for way in WAYS}
     for repeat in range(repeats):
-        for static in (True, False) if repeat % 2 == 0 else (False, True):
-            requests = [
-                Request(next(ids), [draw.randrange(executor.vocab_size) for _ in range(length.prompt)], length.output)
-                for length in lengths
-            ]
-            way = f"{name}, {'static' if static else 'continuous'}, repeat {repeat + 1}"
-            runs[static].append(serve(executor, requests, limits, num_blocks, static, way))
+        for way in WAYS if repeat % 2 == 0 else reversed(WAYS):
+            title = f"{name}, {way}, repeat {repeat + 1}"
+            runs[way].append(serve(executor, lengths, limits, num_blocks, way, make, title))
     expected = sum(length.output for length in lengths)
-    if any(run.tokens != expected for both in runs.values() for run in both):
+    if any(run.tokens != expected for all_of_way in runs.values() for run in all_of_way):
         raise RuntimeError(f"{name}: a run did not draw the {expected} tokens asked for")
-    ratios = [c.tokens_per_second / s.tokens_per_second for s, c in zip(runs[True], runs[False], strict=True)]
-    return Comparison(
-        workload=name,
-        description=description,
-        tokens=expected,
-        static_tokens_per_second=statistics.median(run.tokens_per_second for run in runs[True]),
-        continuous_tokens_per_second=statistics.median(run.tokens_per_second for run in runs[False]),
-        static_steps=runs[True][0].steps,
-        continuous_steps=runs[False][0].steps,
+    ways = {way: _against(runs[way], runs["continuous"]) for way in WAYS}
+    return Comparison(name, description, expected, ways)
+
+
+def _against(runs: Sequence[Run], continuous: Sequence[Run]) -> Way:
+    ratios = [c.tokens_per_second / r.tokens_per_second for r, c in zip(runs, continuous, strict=True)]
+    return Way(
+        tokens_per_second=statistics.median(run.tokens_per_second for run in runs),
+        steps=runs[0].steps,
         ratio=statistics.median(ratios),
         ratios=ratios,
         processor_ratio=statistics.median(
-            s.processor_seconds / c.processor_seconds for s, c in zip(runs[True], runs[False], strict=True)
+            r.processor_seconds / c.processor_seconds for r, c in zip(runs, continuous, strict=True)
         ),
     )
 
 
 def blocks_needed(block_size: int, batch_size: int) -> int:
     """Room for a full batch of the longest requests, so that memory plays no part."""
-    longest = max(length.prompt + length.output for _, make in WORKLOADS.values() for length in make())
+    lengths = [length for _, make in WORKLOADS.values() for length in make()]
+    # A padded batch draws the longest output behind each prompt.
+    longest = max(length.prompt for length in lengths) + max(length.output for length in lengths)
     return batch_size * -(-longest // block_size)
 
 
@@ -242,14 +260,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         executor = Measured(real, blocks_needed(real.block_size, options.batch_size))
     results = [compare(executor, name, options.batch_size, options.repeats) for name in options.workloads]
     print(f"\nbatch limit {options.batch_size}, executor {options.executor}, median of {options.repeats}")
-    print(f"{'workload':12} {'static':>16} {'continuous':>16} {'ratio':>7} {'per cpu':>8}  (steps)")
+    print(f"{'workload':12} {'way':12} {'tokens/s':>9} {'steps':>6}  continuous against it (per processor second)")
     for result in results:
-        print(
-            f"{result.workload:12} {result.static_tokens_per_second:>10.1f} tok/s "
-            f"{result.continuous_tokens_per_second:>10.1f} tok/s "
-            f"{result.ratio:>6.2f}x {result.processor_ratio:>7.2f}x  "
-            f"({result.static_steps} -> {result.continuous_steps})  {result.description}"
-        )
+        for name, way in result.ways.items():
+            ratio = "" if name == "continuous" else f"{way.ratio:.2f}x ({way.processor_ratio:.2f}x)"
+            print(f"{result.workload:12} {name:12} {way.tokens_per_second:>9.1f} {way.steps:>6}  {ratio}")
+        print(f"{'':12} {result.description}")
     if options.json is not None:
         body = {
             "executor": options.executor,

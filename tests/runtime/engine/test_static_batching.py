@@ -8,19 +8,25 @@ import pytest
 from e2e.bench.static_batching import StepLaw, compare, main, mix
 
 
-def test_both_ways_draw_the_same_tokens_and_continuous_wins() -> None:
+def test_all_ways_draw_the_same_tokens_and_continuous_wins() -> None:
     result = compare(StepLaw(), "long", batch_size=8, repeats=2)
     assert result.tokens == 3 * (800 + 7 * 40)
     # Static: the long request of each group in turn. Continuous: the second long request takes a place that
     # the short ones leave after 40 steps, the third one after 80.
-    assert (result.static_steps, result.continuous_steps) == (3 * 800, 80 + 800)
-    assert result.ratio > 2
-    assert result.ratios == pytest.approx([result.ratio] * 2)
+    assert {name: way.steps for name, way in result.ways.items()} == {
+        "padded": 3 * 800,
+        "static": 3 * 800,
+        "continuous": 80 + 800,
+    }
+    padded, static, continuous = (result.ways[name] for name in ("padded", "static", "continuous"))
+    assert padded.ratio > static.ratio > 2
+    assert continuous.ratio == 1
+    assert static.ratios == pytest.approx([static.ratio] * 2)
 
 
-def test_one_at_a_time_is_the_same_either_way() -> None:
+def test_one_at_a_time_is_the_same_any_way() -> None:
     result = compare(StepLaw(), "mix", batch_size=1, repeats=1)
-    assert result.ratio == pytest.approx(1.0)
+    assert [way.ratio for way in result.ways.values()] == pytest.approx([1.0] * 3)
 
 
 def test_the_mix_follows_its_quantiles() -> None:
@@ -35,4 +41,4 @@ def test_prints_a_table_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFi
     file = tmp_path / "out.json"
     assert main(["--executor", "fake", "--workloads", "mix", "--json", str(file)]) == 0
     result = json.loads(file.read_text())["workloads"][0]
-    assert f"{result['ratio']:.2f}x" in capsys.readouterr().out
+    assert f"{result['ways']['padded']['ratio']:.2f}x" in capsys.readouterr().out
