@@ -103,11 +103,13 @@ def manifests() -> str:
 
 
 def install(cluster: Cluster) -> None:
+    namespace = ("-n", "busload-system")
+    ran = cluster.kubectl("get", "deployment/busload-operator", *namespace, "--ignore-not-found", check=False)
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=manifests())
     cluster.kubectl("wait", "--for=condition=Established", "crd/inferenceservices.busload.dev", "--timeout=60s")
-    namespace = ("-n", "busload-system")
-    # The images are rebuilt under one tag: a running operator has to be told.
-    cluster.kubectl("rollout", "restart", "deployment/busload-operator", *namespace)
+    if "busload-operator" in ran and "NotFound" not in ran:
+        # The images are rebuilt under one tag: an operator that runs already has to be told.
+        cluster.kubectl("rollout", "restart", "deployment/busload-operator", *namespace)
     cluster.kubectl("rollout", "status", "deployment/busload-operator", "--timeout=180s", *namespace, timeout=200)
 
 

@@ -2,6 +2,8 @@
 
 import typer
 
+from busload_operator.cli._signals import end_quietly_until_handled
+
 
 def command() -> None:
     """Run the operator: watch InferenceServices, keep their children as specified, and tune them.
@@ -16,6 +18,7 @@ def command() -> None:
 
     Ends with 0 after SIGTERM, 1 when the lease was lost or the watches failed, 2 for a wrong setting.
     """
+    end_quietly_until_handled()
     from busload_operator.control.main import run
 
     raise typer.Exit(run())

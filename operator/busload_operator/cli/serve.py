@@ -1,11 +1,11 @@
 """`busload serve`: one model behind the OpenAI API."""
 
-import os
-import signal
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from busload_operator.cli._signals import end_quietly_until_handled
 
 _LIMITS = "Limits (change while running with --limits-file)"
 _PROCESS = "Process"
@@ -89,11 +89,7 @@ def command(
 
     Example: busload serve --model bundled:smollm2-135m-instruct --batch-size 16
     """
-    # What follows takes a second to import. Nothing runs yet that would have to be drained; but for process 1 of a
-    # container a signal without a handler is lost, and the pod would load and serve on until it is killed.
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-
+    end_quietly_until_handled()
     from busload_runtime.contract import Limits
     from busload_runtime.server.lifecycle import serve
     from busload_runtime.server.options import ServeOptions
