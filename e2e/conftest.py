@@ -47,6 +47,13 @@ def namespace(operator: Cluster) -> Iterator[str]:
     operator.kubectl("delete", "namespace", name, "--wait=false")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first test also waits for the cluster, whose programs take eight minutes to build where none are cached."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.timeout(1800))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
