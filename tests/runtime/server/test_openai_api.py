@@ -261,7 +261,7 @@ def test_a_full_queue_refuses_at_once_and_recovers(tiny: LiveServer) -> None:
         stream = events(response)
         next(stream)
         eventually(lambda: tiny.level("vllm:num_requests_running") == 4)
-        assert tiny.level("vllm:num_requests_waiting") == 8
+        eventually(lambda: tiny.level("vllm:num_requests_waiting") == 8)
         refused = tiny.complete(prompt=PROMPT, max_tokens=1)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
         assert int(refused.headers["retry-after"]) >= 1
