@@ -51,16 +51,31 @@ class Model(Structure):
     )
 
 
+class Shaping(Structure):
+    """`BlShaping`."""
+
+    _fields_ = (
+        *((name, c_double) for name in ("frequency_penalty", "presence_penalty", "repetition_penalty")),
+        ("history", c_void_p),
+        ("prompt_tokens", c_int64),
+        ("drawn_tokens", c_int64),
+        ("bias_tokens", c_void_p),
+        ("biases", c_void_p),
+        ("num_biases", c_int64),
+    )
+
+
 class Sampling(Structure):
     """`BlSampling`."""
 
     _fields_ = (
         ("temperature", c_double),
         ("top_p", c_double),
+        ("min_p", c_double),
         ("seed", c_uint64),
         ("index", c_uint64),
-        ("top_k", c_int32),
-        ("reserved", c_int32),
+        ("top_k", c_int64),
+        ("shaping", c_void_p),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from busload_runtime.contract import Limits
 from busload_runtime.engine.memory import MemoryPlan
 from busload_runtime.engine.messages import Stats, Submit, TokenOut
-from busload_runtime.engine.plan import Chunk, Plan, SamplingParams
+from busload_runtime.engine.plan import Chunk, Plan, SamplingParams, Shaping
 from busload_runtime.engine.request import Output, Request
 from busload_runtime.engine.scheduler import RequestRefused, Scheduler
 from busload_runtime.engine.statistics import Statistics
@@ -47,8 +47,9 @@ class Engine:
         """Queues a request; returns its end when it cannot run."""
         now = self._advance()
         vocabulary = self._executor.vocab_size
-        if message.tokens and not 0 <= min(message.tokens) <= max(message.tokens) < vocabulary:
-            return [_refused(message, f"prompt token ids must be from 0 to {vocabulary - 1}")]
+        for what, ids in (("prompt token", message.tokens), ("logit_bias", message.logit_bias)):
+            if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+                return [_refused(message, f"{what} ids must be from 0 to {vocabulary - 1}")]
         sent = min(message.submitted_at, now) if message.submitted_at > 0 else now
         request = Request(
             request_id=message.request_id,
@@ -56,7 +57,7 @@ class Engine:
             max_tokens=message.max_tokens,
             min_tokens=message.min_tokens,
             stop_token_ids=frozenset(message.stop_token_ids),
-            sampling=SamplingParams(message.temperature, message.top_p, message.top_k, message.seed),
+            sampling=_sampling(message),
             salt=self._salt,
             arrived=sent,
         )
@@ -106,6 +107,23 @@ class Engine:
         now = self._clock()
         self._statistics.advance(now, self._scheduler.levels())
         return now
+
+
+def _sampling(message: Submit) -> SamplingParams:
+    shaping = Shaping(
+        logit_bias=tuple(message.logit_bias.items()),
+        repetition_penalty=message.repetition_penalty,
+        frequency_penalty=message.frequency_penalty,
+        presence_penalty=message.presence_penalty,
+    )
+    return SamplingParams(
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        seed=message.seed,
+        min_p=message.min_p,
+        shaping=None if shaping == Shaping() else shaping,
+    )
 
 
 def _refused(message: Submit, error: str) -> TokenOut:

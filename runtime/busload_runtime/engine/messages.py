@@ -24,6 +24,12 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    """Token ids, checked against the vocabulary, and what is added to their logits."""
     submitted_at: float = 0.0
     """`time.monotonic()` of the HTTP process when it sent this (one clock for all processes of a machine), so that time
     spent in the socket while a step runs counts as waiting. 0: counted from the moment the engine reads it."""

@@ -1,11 +1,31 @@
 """The seam between scheduler and executor: what one engine step computes."""
 
+from array import array
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class Shaping:
+    """What changes logits before the draw, in this order: bias, repetition penalty, the other two."""
+
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids, each once, and what is added to their logits."""
+    repetition_penalty: float = 1.0
+    """Divides the positive and multiplies the negative logit of a token in prompt or output (Keskar et al. 2019)."""
+    frequency_penalty: float = 0.0
+    """Taken off a token's logit for each time the request has drawn it (OpenAI API reference)."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of a token that the request has drawn at all (OpenAI API reference)."""
+
+    @property
+    def penalises(self) -> bool:
+        """Whether it depends on the tokens so far: then chunks carry `history`."""
+        return self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is drawn."""
+    """How the next token is drawn, in this order: shaping, temperature, min_p, top_k, top_p."""
 
     temperature: float = 1.0
     """0 is greedy."""
@@ -14,6 +34,10 @@ class SamplingParams:
     """0 keeps all tokens."""
     seed: int = 0
     """With the sample index it fixes the random draw, whatever else is in the batch."""
+    min_p: float = 0.0
+    """Tokens less likely than this share of the most likely one are left out (Nguyen et al. 2024)."""
+    shaping: Shaping | None = None
+    """None: the logits as they are, at no cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +54,9 @@ class Chunk:
     """How to draw the token after the last one; None for a prompt piece that is not the last (no logits needed)."""
     sample_index: int = 0
     """Tokens this request has drawn before."""
+    history: "array[int] | None" = None
+    """All tokens of the request so far (int32): the prompt, then the `sample_index` drawn ones. None unless the chunk
+    draws with a shaping that penalises. Borrowed until the step is committed: then it grows."""
 
     @property
     def length_after(self) -> int:

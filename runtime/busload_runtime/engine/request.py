@@ -1,5 +1,6 @@
 """One request as the scheduler sees it, and what a step says about it."""
 
+from array import array
 from dataclasses import dataclass, field
 
 from busload_runtime.engine.block_pool import Block
@@ -31,6 +32,8 @@ class Request:
 
     # Kept by the scheduler.
     prompt_length: int = field(init=False)
+    history: "array[int] | None" = field(init=False)
+    """`tokens` as the executor reads them; None unless the sampling asks for penalties."""
     max_length: int = field(init=False, default=0)
     """Prompt plus output tokens, under the limits in force when the request was added."""
     order: int = field(init=False, default=0)
@@ -53,6 +56,8 @@ class Request:
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.tokens)
+        shaping = self.sampling.shaping
+        self.history = array("i", self.tokens) if shaping is not None and shaping.penalises else None
 
     @property
     def drawn(self) -> int:

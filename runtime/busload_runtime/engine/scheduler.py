@@ -270,12 +270,15 @@ class Scheduler:
             blocks=request.table if len(request.table) == needed else request.table[:needed],
             sampling=request.sampling if last else None,
             sample_index=request.drawn,
+            history=request.history if last else None,
         )
 
     def _draw(self, request: Request, token: int) -> Output:
         """Appends a drawn token and ends the request if it was the last one."""
         self.counters.generated_tokens += 1
         request.tokens.append(token)
+        if request.history is not None:
+            request.history.append(token)
         output = Output(request.request_id, token)
         drawn, length = request.drawn, len(request.tokens)
         if drawn == 1 and request.started is not None:

@@ -12,14 +12,15 @@ from numpy.typing import NDArray
 
 from busload_kernels.cpu import library as native
 from busload_kernels.cpu.errors import KernelError
-from busload_runtime.engine.plan import Chunk, Plan, Sampled
+from busload_runtime.engine.plan import Chunk, Plan, Sampled, SamplingParams, Shaping
 from busload_runtime.executors.cpu_model import PackedModel
 from busload_runtime.executors.cpu_threads import usable_threads
-from busload_runtime.executors.errors import ExecutorError
+from busload_runtime.executors.errors import ExecutorError, wrong_plan
+from busload_runtime.executors.sampling import history_of
 from busload_runtime.model.weights import WeightFile
 
-_SAMPLING = "ddQQii"  # native.Sampling
-_GREEDY = (0.0, 1.0, 0, 0, 0, 0)
+_SAMPLING = "dddQQqQ"  # native.Sampling
+_GREEDY = (0.0, 1.0, 0.0, 0, 0, 0, 0)
 _BANDWIDTH_BYTES = 2**26
 _BANDWIDTH_SECONDS = 0.1
 
@@ -84,15 +85,24 @@ class CpuExecutor:
 
     def run(self, plan: Plan) -> Sequence[Sampled]:
         ends = list(accumulate(len(chunk.tokens) for chunk in plan.chunks))
-        drawing = [(chunk, end - 1) for chunk, end in zip(plan.chunks, ends, strict=True) if chunk.sampling is not None]
-        tokens = self._step(plan.chunks, [row for _, row in drawing], [_sampling(chunk) for chunk, _ in drawing], None)
-        for token, (chunk, _) in zip(tokens, drawing, strict=True):
+        drawing = [
+            (chunk, chunk.sampling, end - 1)
+            for chunk, end in zip(plan.chunks, ends, strict=True)
+            if chunk.sampling is not None
+        ]
+        shaped = [_Shaping(chunk, params.shaping) if params.shaping else None for chunk, params, _ in drawing]
+        sampling = [
+            _sampling(params, chunk.sample_index, shape.address if shape else 0)
+            for (chunk, params, _), shape in zip(drawing, shaped, strict=True)
+        ]
+        tokens = self._step(plan.chunks, [row for _, _, row in drawing], sampling, None)
+        for token, (chunk, _, _) in zip(tokens, drawing, strict=True):
             if token < 0:
                 raise ExecutorError(
                     f"request {chunk.request_id}: the model's output is not a number at position {chunk.length_after}; "
                     "its weights are corrupt, download the model again"
                 )
-        return [Sampled(chunk.request_id, token) for token, (chunk, _) in zip(tokens, drawing, strict=True)]
+        return [Sampled(chunk.request_id, token) for token, (chunk, _, _) in zip(tokens, drawing, strict=True)]
 
     def logits(self, chunks: Sequence[Chunk], rows: Sequence[int]) -> NDArray[np.float32]:
         """Logits [len(rows), vocab] of a step's `rows` (indices of tokens over all chunks); nothing is drawn."""
@@ -122,6 +132,7 @@ class CpuExecutor:
             tokens.extend(chunk.tokens)
             table_starts.append(len(blocks))
             blocks.extend(chunk.blocks)
+        table_starts.append(len(blocks))
         arrays = (
             tokens,
             array("i", [len(chunk.tokens) for chunk in chunks]),
@@ -143,16 +154,35 @@ class CpuExecutor:
         )
         code = self._library.bl_step(self._engine, ctypes.byref(step))
         if code == -2:
-            raise ExecutorError(
-                f"the plan names a token or a KV block that does not exist (blocks: {self._num_blocks})"
-            )
+            raise ExecutorError(wrong_plan(self._num_blocks))
         if code:
             needed = self.activation_bytes(len(tokens), len(rows))
             raise ExecutorError(f"cannot get {needed} bytes for a step of {len(tokens)} tokens; raise the memory limit")
         return sampled.tolist()
 
 
-def _sampling(chunk: Chunk) -> tuple[float, ...]:
-    params = chunk.sampling
-    assert params is not None
-    return params.temperature, params.top_p, params.seed % 2**64, chunk.sample_index, min(params.top_k, 2**31 - 1), 0
+class _Shaping:
+    """`native.Shaping` of a chunk, with the arrays that it points to."""
+
+    def __init__(self, chunk: Chunk, shaping: Shaping) -> None:
+        self._tokens = array("i", [token for token, _ in shaping.logit_bias])
+        self._biases = array("d", [bias for _, bias in shaping.logit_bias])
+        self._history = history_of(chunk)
+        num_drawn = min(chunk.sample_index, len(self._history))
+        self._struct = native.Shaping(
+            shaping.frequency_penalty,
+            shaping.presence_penalty,
+            shaping.repetition_penalty,
+            self._history.buffer_info()[0],
+            len(self._history) - num_drawn,
+            num_drawn,
+            self._tokens.buffer_info()[0],
+            self._biases.buffer_info()[0],
+            len(self._tokens),
+        )
+        self.address = ctypes.addressof(self._struct)
+
+
+def _sampling(params: SamplingParams, sample_index: int, shaping: int) -> tuple[float, ...]:
+    top_k = min(params.top_k, 2**31 - 1)
+    return params.temperature, params.top_p, params.min_p, params.seed % 2**64, sample_index, top_k, shaping

@@ -1,11 +1,14 @@
 """Drawing the next token from logits."""
 
+from array import array
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from busload_runtime.engine.plan import SamplingParams
+from busload_runtime.engine.plan import Chunk, SamplingParams, Shaping
+from busload_runtime.executors.errors import ExecutorError
 
 Array: TypeAlias = NDArray[np.float32]
 
@@ -13,8 +16,41 @@ _LIKELY = 512
 """Tokens sorted first for top-p; most often they hold the whole nucleus and the vocabulary need not be sorted."""
 
 
+def history_of(chunk: Chunk) -> "array[int]":
+    """What the penalties of a drawing chunk look at; empty when it has none. Raises `ExecutorError`."""
+    shaping = chunk.sampling.shaping if chunk.sampling is not None else None
+    if shaping is None or not shaping.penalises:
+        return array("i")
+    history = chunk.history or array("i")
+    if len(history) != chunk.length_after or chunk.sample_index > len(history):
+        raise ExecutorError(
+            f"request {chunk.request_id}: the plan asks for penalties with a history of {len(history)} tokens, "
+            f"{chunk.sample_index} of them drawn; it must be all {chunk.length_after} tokens so far"
+        )
+    return history
+
+
+def shape(logits: Array, shaping: Shaping, history: Sequence[int], num_drawn: int) -> Array:
+    """Logits [vocab] with bias and penalties, each computed in fp64 and rounded to fp32.
+
+    The last `num_drawn` tokens of `history` were drawn, the others are the prompt. In the order of vLLM and
+    transformers: bias; repetition penalty (Keskar et al. 2019) on all tokens of `history`; then for each drawn token
+    frequency penalty times its count plus presence penalty off (OpenAI API reference).
+    """
+    shaped = logits.copy()
+    for token, bias in shaping.logit_bias:
+        shaped[token] = np.float64(logits[token]) + bias
+    tokens = np.asarray(history, np.intp)
+    seen = np.unique(tokens)
+    counts = np.bincount(tokens[len(tokens) - num_drawn :], minlength=len(logits))[seen]
+    x = shaped[seen].astype(np.float64)
+    x = np.where(x > 0, x / shaping.repetition_penalty, x * shaping.repetition_penalty)
+    shaped[seen] = x - (shaping.frequency_penalty * counts + shaping.presence_penalty * (counts > 0))
+    return shaped
+
+
 def sample(logits: Array, params: SamplingParams, sample_index: int) -> int:
-    """One token id from `logits` [vocab] (finite): temperature, then top-k, then top-p (Holtzman et al. 2019).
+    """One token id from `logits` [vocab] (finite): temperature, min-p, top-k, then top-p (Holtzman et al. 2019).
 
     The draw depends on the logits, `params` and `sample_index` alone: the generator is Philox, a function of a key and
     a counter, so nothing has to be remembered between steps. Tokens as likely as the k-th all stay.
@@ -23,6 +59,9 @@ def sample(logits: Array, params: SamplingParams, sample_index: int) -> int:
         return int(np.argmax(logits))
     tokens = _most_likely(logits, params.top_k)
     weights = np.exp((logits[tokens].astype(np.float64) - logits.max()) / params.temperature)
+    if params.min_p > 0:
+        likely = weights >= params.min_p  # weights are relative to the most likely token's
+        tokens, weights = tokens[likely], weights[likely]
     if params.top_p < 1:
         kept = _nucleus(weights, params.top_p)
         tokens, weights = tokens[kept], weights[kept]

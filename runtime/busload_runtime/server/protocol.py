@@ -12,6 +12,7 @@ from busload_runtime.server.errors import ApiError, invalid
 
 MAX_CHOICES = 16
 MAX_STOP_STRINGS = 4
+MAX_BIASED_TOKENS = 1024
 
 _Temperature = Annotated[float, Meta(ge=0, le=2)]
 _TopP = Annotated[float, Meta(gt=0, le=1)]
@@ -19,6 +20,11 @@ _TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 _Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 _Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+_MinP = Annotated[float, Meta(ge=0, le=1)]
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
+# Any factor above 0 has a meaning; the bounds keep logits finite.
+_RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=100)]
+_LogitBias = Annotated[dict[_Count, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_BIASED_TOKENS)]
 _Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 _StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 
@@ -40,6 +46,11 @@ class Sampled(msgspec.Struct, kw_only=True, frozen=True):
     top_p: _TopP | None = None
     top_k: _TopK | None = None
     seed: _Seed | None = None
+    min_p: _MinP | None = None
+    frequency_penalty: _Penalty | None = None
+    presence_penalty: _Penalty | None = None
+    repetition_penalty: _RepetitionPenalty | None = None
+    logit_bias: _LogitBias | None = None
     n: _Choices | None = None
     stop: _StopText | Annotated[list[_StopText], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[_Count], Meta(max_length=64)] | None = None
@@ -96,11 +107,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logprobs": (None, False),
     "top_logprobs": (None,),
     "prompt_logprobs": (None,),
-    "logit_bias": (None, {}),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "min_p": (None, 0),
     "suffix": (None, ""),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
@@ -136,7 +142,7 @@ def decode_request(body: bytes, kind: type[Request]) -> Request:
     if not isinstance(raw, dict):
         raise invalid(f"the body must be a JSON object, got {type(raw).__name__}")
     try:
-        request = msgspec.convert(raw, kind)
+        request = msgspec.convert(raw, kind, str_keys=True)  # token ids of logit_bias are keys
     except msgspec.ValidationError as error:
         raise _named(error) from None
     _refuse_unsupported(raw, kind.__struct_fields__)
@@ -146,11 +152,16 @@ def decode_request(body: bytes, kind: type[Request]) -> Request:
 
 
 def _named(error: msgspec.ValidationError) -> ApiError:
-    """The 400 of a validation error: msgspec ends its text with the path, as in "... - at `$.stop[0]`"."""
-    what, _, path = str(error).partition(" - at `$.")
+    """The 400 of a validation error.
+
+    msgspec ends its text with the path, as in "... - at `$.stop[0]`", and for keys of an object in "... - at `key` in
+    `$.logit_bias`".
+    """
+    what, _, path = str(error).partition(" - at `")
     if path:
-        param = path.rstrip("`")
-        return invalid(f"{param}: {what}", param)
+        key, _, inside = path.rpartition("$.")
+        param = inside.rstrip("`").removesuffix("[...]")
+        return invalid(f"{param}: {'a key: ' if key else ''}{what}", param)
     if what.startswith("Object missing required field"):
         param = what.split("`")[1]
         return invalid(f"{param} is required", param)

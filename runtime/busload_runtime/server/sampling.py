@@ -26,9 +26,10 @@ def submits_of(
     sequence limit is tuned while the service runs, and a change of it should not turn good requests into errors.
     Raises `ApiError` 400 for a prompt that leaves no room, or token ids the model does not have.
     """
-    for token in body.stop_token_ids or ():
-        if token >= ready.vocab_size:
-            raise invalid(f"token id {token} is outside 0 to {ready.vocab_size - 1}", "stop_token_ids")
+    for param, ids in (("stop_token_ids", body.stop_token_ids), ("logit_bias", body.logit_bias)):
+        for token in ids or ():
+            if token >= ready.vocab_size:
+                raise invalid(f"token id {token} is outside 0 to {ready.vocab_size - 1}", param)
     stop_token_ids = set(body.stop_token_ids or ()) | (set() if body.ignore_eos else eos_ids)
     submits = []
     now = time.monotonic()
@@ -52,6 +53,11 @@ def submits_of(
                 temperature=1.0 if body.temperature is None else body.temperature,
                 top_p=1.0 if body.top_p is None else body.top_p,
                 top_k=max(0, body.top_k or 0),
+                min_p=body.min_p or 0.0,
+                frequency_penalty=body.frequency_penalty or 0.0,
+                presence_penalty=body.presence_penalty or 0.0,
+                repetition_penalty=body.repetition_penalty or 1.0,
+                logit_bias=body.logit_bias or {},
                 seed=secrets.randbits(63) if body.seed is None else (body.seed + choice) & _SEED_MASK,
                 submitted_at=now,
             )

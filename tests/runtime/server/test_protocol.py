@@ -47,8 +47,20 @@ def test_unknown_fields_and_nulls_are_ignored() -> None:
         ({"logprobs": 0}, "logprobs"),
         ({"best_of": 2}, "best_of"),
         ({"suffix": "end"}, "suffix"),
-        ({"logit_bias": {"1": 5}}, "logit_bias"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty"),
+        ({"presence_penalty": -2.1}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 101}, "repetition_penalty"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"logit_bias": {"1": -101}}, "logit_bias"),
+        ({"logit_bias": {"1": True}}, "logit_bias"),
+        ({"logit_bias": {"the": 5}}, "logit_bias"),
+        ({"logit_bias": {"-1": 5}}, "logit_bias"),
+        ({"logit_bias": {"99999999999999999999": 5}}, "logit_bias"),
+        ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": [{"type": "function"}]}, "tools"),
     ],
@@ -60,10 +72,17 @@ def test_wrong_or_unsupported_fields_are_named(fields: dict[str, Any], param: st
     assert param in caught.value.message
 
 
+def test_token_ids_of_a_bias_are_keys_and_numbers() -> None:
+    request = completion(logit_bias={"7": -100, "50256": 1.5}, presence_penalty=1, repetition_penalty=1.1, min_p=0.1)
+    assert request.logit_bias == {7: -100.0, 50256: 1.5}
+    assert (request.presence_penalty, request.repetition_penalty, request.min_p) == (1.0, 1.1, 0.1)
+    assert completion(logit_bias=None, min_p=None, repetition_penalty=None).logit_bias is None
+
+
 @pytest.mark.parametrize(
     "fields",
     [
-        {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "tools": [], "best_of": 1},
+        {"tools": [], "best_of": 1},
         {"response_format": {"type": "text"}, "logprobs": False, "tool_choice": "none"},
         {"n": 3, "best_of": 3},
     ],

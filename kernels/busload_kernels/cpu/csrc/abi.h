@@ -45,13 +45,24 @@ typedef struct {
   const float* final_norm;  // [hidden]
 } BlModel;
 
+// What changes logits before the draw, for requests that ask for it.
+typedef struct {
+  double frequency_penalty, presence_penalty, repetition_penalty;
+  const int32_t* history;      // [prompt_tokens + drawn_tokens] all tokens of the request; both 0 without penalties
+  int64_t prompt_tokens, drawn_tokens;
+  const int32_t* bias_tokens;  // [num_biases] each token once
+  const double* biases;
+  int64_t num_biases;
+} BlShaping;
+
 typedef struct {
   double temperature;  // 0: greedy
   double top_p;
+  double min_p;        // 0: all tokens
   uint64_t seed;
   uint64_t index;      // tokens the request has drawn before: with the seed it fixes the draw
-  int32_t top_k;       // 0: all tokens
-  int32_t reserved;
+  int64_t top_k;       // 0: all tokens
+  const BlShaping* shaping;  // NULL: none
 } BlSampling;
 
 typedef struct {
@@ -60,7 +71,7 @@ typedef struct {
   const int32_t* tokens;        // of all chunks, one after the other
   const int32_t* chunk_tokens;  // [num_chunks] how many of them each chunk has, at least 1
   const int32_t* chunk_start;   // [num_chunks] position of the first
-  const int32_t* chunk_blocks;  // [num_chunks] where the chunk's block table begins in `blocks`
+  const int32_t* chunk_blocks;  // [num_chunks + 1] where the chunk's block table begins in `blocks`; then where all end
   const int32_t* blocks;        // KV block ids, BL_BLOCK_TOKENS positions each
   int64_t num_blocks;           // usable blocks of the cache
   const int32_t* sample_rows;   // [num_samples] index into `tokens` of the tokens that are continued
@@ -89,7 +100,8 @@ int64_t bl_kv_block_bytes(const BlModel*);
 // Scratch memory of one step of `tokens` tokens of which `samples` are continued.
 int64_t bl_scratch_bytes(const BlModel*, int32_t threads, int64_t tokens, int64_t samples);
 
-// One engine step. 0; -1: scratch memory is short; -2: a token, block or row index is out of range.
+// One engine step. 0; -1: scratch memory is short; -2: a token, block or row index is out of range, or a block table
+// is too short.
 int32_t bl_step(BlEngine*, const BlStep*);
 
 // Packing. `type` is the ggml tensor type of `source`, one row after the other; source row row_map[i] goes to row

@@ -140,8 +140,15 @@ struct BlEngine {
       if (count < 1 || start < 0) return false;
       for (int i = 0; i < count; i++) rows.push_back({start + i, c});
       for (int i = 0; i < count; i += at_once) blocks.push_back({first + i, std::min(at_once, count - i), c});
-      if (!within(step.blocks + step.chunk_blocks[c], (start + count - 1) / kBlockTokens + 1, step.num_blocks)) return false;
+      const int needed = (start + count - 1) / kBlockTokens + 1;
+      if (step.chunk_blocks[c + 1] - step.chunk_blocks[c] < needed) return false;
+      if (!within(step.blocks + step.chunk_blocks[c], needed, step.num_blocks)) return false;
     }
+    for (int s = 0; s < step.num_samples; s++)
+      if (const BlShaping* shaping = step.sampling[s].shaping)
+        if (!within(shaping->history, shaping->prompt_tokens + shaping->drawn_tokens, model.vocab) ||
+            !within(shaping->bias_tokens, shaping->num_biases, model.vocab))
+          return false;
     const int64_t tokens = (int64_t)rows.size();
     return within(step.tokens, tokens, model.vocab) && within(step.sample_rows, step.num_samples, tokens);
   }
@@ -266,9 +273,10 @@ struct Pass {
       k.linear(m.output, unit, last, count, buffers.logits + unit * kUnitRows, width, false, buffers.scratch[id]);
     });
     team.share(id, count, [&](int s) {
-      const float* logits = row(buffers.logits, s, width);
-      step.sampled[s] = sample(k, logits, m.vocab, step.sampling[s], buffers.sampling[id]);
+      float* logits = row(buffers.logits, s, width);
       if (step.logits) memcpy(row(step.logits, s, m.vocab), logits, (size_t)m.vocab * sizeof(float));
+      if (step.sampling[s].shaping) shape(logits, *step.sampling[s].shaping, buffers.sampling[id]);
+      step.sampled[s] = sample(k, logits, m.vocab, step.sampling[s], buffers.sampling[id]);
     });
   }
 };

@@ -52,12 +52,36 @@ int nucleus(const float* weights, int n, double share, int32_t* order) {
 
 }  // namespace
 
+void shape(float* logits, const BlShaping& how, const SampleScratch& s) {
+  for (int64_t i = 0; i < how.num_biases; i++) {
+    float& logit = logits[how.bias_tokens[i]];
+    logit = (float)(logit + how.biases[i]);
+  }
+  // How often each token of the history was drawn, and -1 once its logit is done.
+  int32_t* counts = s.order;
+  const int32_t *drawn = how.history + how.prompt_tokens, *end = drawn + how.drawn_tokens;
+  for (const int32_t* token = how.history; token < end; token++) counts[*token] = 0;
+  for (const int32_t* token = drawn; token < end; token++) counts[*token]++;
+  for (const int32_t* token = how.history; token < end; token++) {
+    int32_t& count = counts[*token];
+    if (count < 0) continue;
+    double x = logits[*token];
+    x = x > 0 ? x / how.repetition_penalty : x * how.repetition_penalty;
+    x -= how.frequency_penalty * count + how.presence_penalty * (count > 0);
+    logits[*token] = (float)x;
+    count = -1;
+  }
+}
+
 int32_t sample(const Kernels& kernels, const float* logits, int vocab, const BlSampling& how, const SampleScratch& s) {
   const int32_t best = kernels.argmax(logits, vocab);
   if (best < 0 || how.temperature == 0) return best;
   kernels.exponentials(logits, s.weights, vocab, (float)(1 / how.temperature), logits[best]);
+  if (how.min_p > 0)  // weights are relative to the most likely token's
+    for (int i = 0; i < vocab; i++)
+      if (s.weights[i] < how.min_p) s.weights[i] = 0;
   if (0 < how.top_k && how.top_k < vocab) {
-    const float bound = kth_largest(logits, vocab, how.top_k);  // tokens as likely as the k-th all stay
+    const float bound = kth_largest(logits, vocab, (int)how.top_k);  // tokens as likely as the k-th all stay
     for (int i = 0; i < vocab; i++)
       if (logits[i] < bound) s.weights[i] = 0;
   }

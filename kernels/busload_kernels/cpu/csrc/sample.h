@@ -1,5 +1,5 @@
-// Drawing one token from logits: temperature, then top-k, then top-p (Holtzman et al. 2019), as the reference executor
-// does it.
+// Drawing one token from logits as the reference executor does it: bias and penalties, temperature, min-p (Nguyen et al.
+// 2024), top-k, then top-p (Holtzman et al. 2019).
 #pragma once
 #include "kernels.h"
 
@@ -9,6 +9,10 @@ struct SampleScratch {
   float* weights;  // [vocab]
   int32_t* order;  // [vocab]
 };
+
+// Bias; then the repetition penalty (Keskar et al. 2019) on all tokens of the history; then frequency and presence
+// penalty (OpenAI API reference) on the drawn ones. Only the logits of those tokens are touched.
+void shape(float* logits, const BlShaping&, const SampleScratch&);
 
 // Token id, or -1 when the logits are not all finite.
 int32_t sample(const Kernels&, const float* logits, int vocab, const BlSampling&, const SampleScratch&);
