@@ -17,7 +17,7 @@ its end; a request that cannot fit the pool any more ends: with `length` if it h
 
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from busload_runtime.contract import Limits
@@ -197,6 +197,83 @@ class Scheduler:
                 outputs.append(self._draw(request, drawn[request.request_id]))
         return outputs
 
+    # Many steps at once, for the simulator.
+
+    def decode_steps(self, most: int) -> int:
+        """How many of the next steps, at most `most`, are known to be one decode of each running request and nothing
+        else: none of them admits, preempts or computes a prompt, and requests end only in the last of them."""
+        self._between_steps()
+        running = self._running
+        if not running or self._may_admit():
+            return 0
+        steps = most
+        for request in running:
+            length = len(request.tokens)
+            decodes = length - 1 == request.computed >= max(request.prompt_length, request.reached)
+            if not decodes or request.stop_token_ids:
+                return 0
+            steps = min(steps, request.max_length - length, self.capacity + 1 - length)
+        while steps > 0 and self._blocks_missing(steps) > self._pool.free:
+            steps //= 2
+        return steps
+
+    def decode(self, steps: int, drawn: Mapping[int, int]) -> list[Output]:
+        """Does `steps` steps, at most `decode_steps`, as `plan` and `commit` would one by one, each request drawing the
+        token `drawn[request_id]` in each of them. Returns what the last `commit` would.
+
+        Blocks are taken and published in the order of single steps, so that even block ids come out the same.
+        """
+        running, size, counters = self._running, self.block_size, self.counters
+        batch = len(running)
+        events: list[tuple[int, int, int]] = []  # (step, 0: take a block | 1: publish one, position in the batch)
+        for position, request in enumerate(running):
+            length = len(request.tokens)
+            counters.step_kv_tokens += steps * length + steps * (steps - 1) // 2
+            takes = range(len(request.blocks) * size - length + 2, steps + 1, size)
+            publishes = range((request.published + 1) * size - length + 1, steps + 1, size)
+            events += [(step, 0, position) for step in takes]
+            events += [(step, 1, position) for step in publishes]
+            tokens = [drawn[request.request_id]] * steps
+            request.tokens += tokens
+            if request.history is not None:
+                request.history.extend(tokens)
+            request.computed = request.reached = request.computed + steps
+        counters.steps += steps
+        counters.step_batch += steps * batch
+        counters.generated_tokens += steps * batch
+        self._kv_tokens += steps * batch
+        for _, kind, position in sorted(events):
+            request = running[position]
+            if kind == 0:
+                self._take(request, 1)
+            else:
+                index = request.published
+                self._pool.publish(request.blocks[index], self._digest(request, index))
+                request.published += 1
+        outputs = []
+        for request in list(running):
+            ends = len(request.tokens) >= request.max_length or len(request.tokens) > self.capacity
+            outputs.append(Output(request.request_id, request.tokens[-1], "length" if ends else None))
+            if ends:
+                self._remove(request)
+        return outputs
+
+    def _may_admit(self) -> bool:
+        """Whether the next steps could admit somebody. Who waits for memory goes on waiting while a batch only grows,
+        unless that batch publishes a block which it looks for."""
+        waiting = self._oldest_waiting()
+        if waiting is None or len(self._running) >= self.limits.batch_size:
+            return False
+        if any(request.tokens[0] == waiting.tokens[0] and request.salt == waiting.salt for request in self._running):
+            return True
+        return self._missing(waiting, self._cached_blocks(waiting)) <= self._pool.free
+
+    def _blocks_missing(self, steps: int) -> int:
+        """Blocks that the running requests take in so many decode steps."""
+        return sum(
+            max(0, self._blocks_for(len(request.tokens) + steps - 1) - len(request.blocks)) for request in self._running
+        )
+
     def _plan_running(self, chunks: list[Chunk]) -> int:
         """Plans the running requests; returns the tokens left in the budget."""
         running = self._running
@@ -232,13 +309,16 @@ class Scheduler:
             if request is None:
                 return
             cached = self._cached_blocks(request)
-            missing = self._blocks_for(len(request.tokens)) - len(cached)
-            if missing > self._pool.free - sum(1 for block in cached if block.users == 0):
+            if self._missing(request, cached) > self._pool.free:
                 return
-            self._start(request, cached, missing, now)
+            self._start(request, cached, self._blocks_for(len(request.tokens)) - len(cached), now)
             count = min(len(request.tokens) - request.computed, budget)
             chunks.append(self._chunk(request, count))
             budget -= count
+
+    def _missing(self, request: Request, cached: list[Block]) -> int:
+        """Free blocks that the request needs to start: new ones and those of its cached ones that nobody uses."""
+        return self._blocks_for(len(request.tokens)) - sum(1 for block in cached if block.users)
 
     def _start(self, request: Request, cached: list[Block], missing: int, now: float) -> None:
         self._dequeue(request)
