@@ -5,7 +5,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TypeAlias
 
 import numpy as np
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from busload_kernels.cpu import library as native
 from busload_runtime.executors.errors import ExecutorError
+from busload_runtime.model.architectures.description import Activation
 from busload_runtime.model.config import ModelConfig
 from busload_runtime.model.errors import ModelError
 from busload_runtime.model.gguf_file import TensorInfo
@@ -21,6 +22,7 @@ from busload_runtime.model.weights import WeightFile
 Rows: TypeAlias = NDArray[np.int32]
 
 _TASK_ROWS = 4096
+_ACTIVATIONS = {Activation.SILU: native.SILU, Activation.GELU_TANH: native.GELU_TANH}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +123,14 @@ class PackedModel:
 
     def _describe(self, weights: WeightFile, packed: list[native.Matrix]) -> native.Model:
         config = weights.config
-        norm = (config.hidden_size,)
         self._layers = (native.Layer * config.num_layers)()
-        for index in range(config.num_layers):
-            layer = self._layers[index]
+        for index, attention in enumerate(config.layers):
+            layer, vectors = self._layers[index], weights.vectors(index)
             layer.qkv, layer.attention_output, layer.gate_up, layer.down = packed[4 * index : 4 * index + 4]
-            layer.attention_norm = self._keep(weights.file.read(f"blk.{index}.attn_norm.weight", norm))
-            layer.ffn_norm = self._keep(weights.file.read(f"blk.{index}.ffn_norm.weight", norm))
+            for field in fields(vectors):
+                if (vector := getattr(vectors, field.name)) is not None:
+                    setattr(layer, field.name, self._keep(vector))
+            layer.window, layer.rope = attention.window, attention.rope
         return native.Model(
             num_layers=config.num_layers,
             hidden=config.hidden_size,
@@ -136,11 +139,11 @@ class PackedModel:
             kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             vocab=config.vocab_size,
-            num_ropes=1,
-            activation=native.SILU,
+            num_ropes=len(config.ropes),
+            activation=_ACTIVATIONS[config.activation],
             norm_eps=config.norm_eps,
-            attention_scale=config.head_dim**-0.5,
-            embedding_scale=1.0,
+            attention_scale=config.attention_scale,
+            embedding_scale=config.embedding_scale,
             rope_frequencies=self._keep(weights.rope_frequencies()),
             layers=ctypes.cast(self._layers, ctypes.POINTER(native.Layer)),
             output=packed[4 * config.num_layers],
@@ -188,7 +191,7 @@ def _matrices(weights: WeightFile) -> Iterator[_Matrix]:
             part: tensors[f"blk.{index}.{part}.weight"]
             for part in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
         }
-        queries_and_keys = (_Part(layer[part], _by_halves(layer[part], config)) for part in ("attn_q", "attn_k"))
+        queries_and_keys = (_rotated_rows(layer[part], config) for part in ("attn_q", "attn_k"))
         yield _Matrix((*queries_and_keys, _all_rows(layer["attn_v"])), config.hidden_size)
         yield _Matrix((_all_rows(layer["attn_output"]),), attended)
         yield _Matrix(tuple(_interleaved(layer["ffn_gate"], layer["ffn_up"])), config.hidden_size)
@@ -205,10 +208,12 @@ def _all_rows(tensor: TensorInfo) -> _Part:
     return _Part(tensor, np.arange(tensor.shape[0], dtype=np.int32))
 
 
-def _by_halves(tensor: TensorInfo, config: ModelConfig) -> Rows:
-    """GGUF rows of a head rotate as pairs (2i, 2i + 1), ours as (i, i + head_dim / 2)."""
+def _rotated_rows(tensor: TensorInfo, config: ModelConfig) -> _Part:
+    """Rows of a head that turn together as (i, i + head_dim / 2), however the file has them."""
+    if not config.architecture.rotates_pairs:
+        return _all_rows(tensor)
     pairs = np.arange(tensor.shape[0], dtype=np.int32).reshape(-1, config.head_dim // 2, 2)
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1)
+    return _Part(tensor, np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1))
 
 
 def _interleaved(gate: TensorInfo, up: TensorInfo) -> Iterator[_Part]:

@@ -1,4 +1,4 @@
-"""The reference executor: a Llama decoder in numpy, fp32, one page. It is the oracle of all other executors.
+"""The reference executor: a decoder in numpy, fp32, one page. It is the oracle of all other executors.
 
 `run` computes a ragged batch: single tokens of decoding requests and pieces of prompts, one row per token in every
 array. Linear layers take all rows at once; attention goes request by request over its own keys, so neither padding nor
@@ -15,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from busload_runtime.engine.plan import Chunk, Plan, Sampled
-from busload_runtime.executors.errors import ExecutorError, wrong_plan
+from busload_runtime.executors.errors import ExecutorError
 from busload_runtime.executors.kv_pool import KvPool
 from busload_runtime.executors.linear import Linear, rows_of, tile, usable_threads
-from busload_runtime.executors.sampling import history_of, sample, shape
-from busload_runtime.model.weights import LayerWeights, WeightFile
+from busload_runtime.executors.sampling import sample
+from busload_runtime.model.architectures.description import Activation
+from busload_runtime.model.weights import LayerVectors, LayerWeights, WeightFile
 
 Array: TypeAlias = NDArray[np.float32]
 
@@ -54,8 +55,8 @@ class ReferenceExecutor:
         config = self._config
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         # Each term counts the arrays that are alive at once in `logits` and its callees, copies included.
-        per_token = 6 * config.hidden_size + 5 * (q_size + 2 * kv_size) + 8 * config.ffn_size
-        scores = 3 * config.num_heads * min(_QUERY_ROWS, token_budget) * config.context_length
+        per_token = 6 * config.hidden_size + 7 * (q_size + 2 * kv_size) + 8 * config.ffn_size
+        scores = 3 * (config.num_heads + 1) * min(_QUERY_ROWS, token_budget) * config.context_length
         gathered = 2 * kv_size * (config.context_length + _BLOCK_SIZE)
         logits = 3 * (batch_size + 8) * config.vocab_size
         drawing = 16 * config.vocab_size
@@ -71,7 +72,6 @@ class ReferenceExecutor:
         self._pool.resize(num_blocks)
 
     def run(self, plan: Plan) -> Sequence[Sampled]:
-        self._check(plan)
         # Decoding requests first: `linear` treats them apart.
         chunks = sorted(plan.chunks, key=lambda chunk: len(chunk.tokens) > 1)
         drawing = [(chunk, end - 1) for chunk, (_, end) in _with_rows(chunks) if chunk.sampling is not None]
@@ -79,29 +79,15 @@ class ReferenceExecutor:
         tokens = {chunk.request_id: _draw(chunk, row) for (chunk, _), row in zip(drawing, logits, strict=True)}
         return [Sampled(c.request_id, tokens[c.request_id]) for c in plan.chunks if c.sampling is not None]
 
-    def _check(self, plan: Plan) -> None:
-        """Raises `ExecutorError` where numpy would count from the end, or write a block that is not the request's."""
-        num_blocks = self._pool.blocks.shape[2]
-        for chunk in plan.chunks:
-            shaping = chunk.sampling.shaping if chunk.sampling is not None else None
-            biased = shaping.logit_bias if shaping is not None else ()
-            tokens = (*chunk.tokens, *history_of(chunk), *(token for token, _ in biased))
-            needed = -(-chunk.length_after // _BLOCK_SIZE)
-            if (
-                not chunk.tokens
-                or chunk.start < 0
-                or len(chunk.blocks) < needed
-                or not all(0 <= token < self.vocab_size for token in tokens)
-                or not all(0 <= block < num_blocks for block in chunk.blocks)
-            ):
-                raise ExecutorError(wrong_plan(num_blocks))
-
     def _count_weight_bytes(self) -> int:
         tables = [self._embedding, self._final_norm]
         if self._output is not self._embedding:
             tables.append(self._output)
-        layers = [getattr(layer, field.name) for layer in self._layers for field in fields(layer)]
-        return sum(array.nbytes for array in tables + layers)
+        for layer in self._layers:
+            tables += [layer.qkv, layer.attention_output, layer.gate_up, layer.down]
+            vectors = (getattr(layer.vectors, field.name) for field in fields(layer.vectors))
+            tables += [vector for vector in vectors if vector is not None]
+        return sum(table.nbytes for table in tables)
 
     def logits(self, chunks: Sequence[Chunk], wanted_rows: Sequence[int]) -> Array:
         """Logits [len(wanted_rows), vocab] after writing keys and values of all chunks."""
@@ -110,57 +96,99 @@ class ReferenceExecutor:
             return np.empty((0, config.vocab_size), np.float32)
         num_decodes = sum(len(chunk.tokens) == 1 for chunk in chunks)
         x = rows_of(self._embedding, np.concatenate([chunk.tokens for chunk in chunks]))
+        x *= np.float32(config.embedding_scale)
         positions = np.concatenate([np.arange(chunk.start, chunk.length_after) for chunk in chunks])
         blocks = np.concatenate(
             [np.repeat(chunk.blocks, _BLOCK_SIZE)[chunk.start : chunk.length_after] for chunk in chunks]
         )
         slots = blocks * _BLOCK_SIZE + positions % _BLOCK_SIZE
-        angles = positions[:, None, None].astype(np.float32) * self._rope_frequencies
-        rotation = np.cos(angles), np.sin(angles)
-        for layer, kv in zip(self._layers, self._pool.blocks, strict=True):
-            normed = _rms_norm(x, layer.attention_norm, config.norm_eps)
-            attended = self._attention(self._linear(normed, layer.qkv, num_decodes), chunks, kv, slots, rotation)
-            x += self._linear(attended, layer.attention_output, num_decodes)[:, : config.hidden_size]
-            normed = _rms_norm(x, layer.ffn_norm, config.norm_eps)
-            x += self._feed_forward(normed, layer, num_decodes)
+        turns = [positions[:, None, None].astype(np.float32) * rope for rope in self._rope_frequencies]
+        rotations = [(np.cos(angles), np.sin(angles)) for angles in turns]
+        for layer, kv, how in zip(self._layers, self._pool.blocks, config.layers, strict=True):
+            vectors = layer.vectors
+            normed = _rms_norm(x, vectors.attention_norm, config.norm_eps)
+            heads = self._heads(self._linear(normed, layer.qkv, num_decodes), vectors, rotations[how.rope])
+            attended = self._attention(*heads, chunks, kv, slots, how.window)
+            added = self._linear(attended, layer.attention_output, num_decodes)[:, : config.hidden_size]
+            x += self._optional_norm(added, vectors.post_attention_norm)
+            normed = _rms_norm(x, vectors.ffn_norm, config.norm_eps)
+            x += self._optional_norm(self._feed_forward(normed, layer, num_decodes), vectors.post_ffn_norm)
         last = _rms_norm(x[wanted_rows], self._final_norm, config.norm_eps)
         return self._linear(last, self._output, len(last))[:, : config.vocab_size]
 
+    def _heads(self, qkv: Array, vectors: LayerVectors, rotation: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        """Queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim], ready for attention."""
+        config = self._config
+        num_heads = config.num_heads + 2 * config.num_kv_heads
+        qkv = qkv[:, : num_heads * config.head_dim]
+        if vectors.qkv_bias is not None:
+            qkv = qkv + vectors.qkv_bias
+        heads = qkv.reshape(len(qkv), num_heads, config.head_dim)
+        queries, keys, values = np.split(heads, [config.num_heads, config.num_heads + config.num_kv_heads], axis=1)
+        queries = _rotate(self._optional_norm(queries, vectors.query_norm), *rotation)
+        keys = _rotate(self._optional_norm(keys, vectors.key_norm), *rotation)
+        return queries, keys, values
+
     def _attention(
         self,
-        qkv: Array,
+        queries: Array,
+        keys: Array,
+        values: Array,
         chunks: Sequence[Chunk],
         kv: Array,
         slots: NDArray[np.intp],
-        rotation: tuple[Array, Array],
+        window: int,
     ) -> Array:
         """Writes keys and values of all rows, then attends chunk by chunk. Returns [tokens, heads * head_dim]."""
         config = self._config
-        num_heads = config.num_heads + 2 * config.num_kv_heads
-        heads = qkv[:, : num_heads * config.head_dim].reshape(len(qkv), num_heads, config.head_dim)
-        rotated, values = np.split(heads, [config.num_heads + config.num_kv_heads], axis=1)
-        rotated = _rotate(rotated, *rotation)
-        queries, keys = np.split(rotated, [config.num_heads], axis=1)
         flat = kv.reshape(2, -1, config.num_kv_heads, config.head_dim)
         flat[0][slots] = keys
         flat[1][slots] = values
-        result = np.empty((len(qkv), config.num_heads, config.head_dim), np.float32)
+        result = np.empty_like(queries)
         for chunk, (begin, end) in _with_rows(chunks):
             keys, values = _gather(kv[0], chunk), _gather(kv[1], chunk)
             for first in range(begin, end, _QUERY_ROWS):
                 last = min(first + _QUERY_ROWS, end)
                 visible = chunk.start + last - begin
-                result[first:last] = _attend(queries[first:last], keys[:visible], values[:visible])
-        return result.reshape(len(qkv), -1)
+                oldest = max(0, chunk.start + first - begin - window + 1) if window else 0
+                seen = slice(oldest, visible)
+                result[first:last] = _attend(
+                    queries[first:last], keys[seen], values[seen], config.attention_scale, window
+                )
+        return result.reshape(len(queries), -1)
+
+    def _optional_norm(self, x: Array, gain: Array | None) -> Array:
+        return x if gain is None else _rms_norm(x, gain, self._config.norm_eps)
 
     def _feed_forward(self, x: Array, layer: LayerWeights, num_decodes: int) -> Array:
-        """SwiGLU (Shazeer 2020): down(silu(gate) * up)."""
+        """down(activation(gate) * up)"""
         size = self._config.ffn_size
         gate_up = self._linear(x, layer.gate_up, num_decodes)
         gate, up = gate_up[:, :size], gate_up[:, size : 2 * size]
-        with np.errstate(over="ignore"):  # exp(-gate) may overflow: then silu is 0, as it should be
-            hidden = gate / (1 + np.exp(-gate)) * up
+        hidden = _ACTIVATIONS[self._config.activation](gate) * up
         return self._linear(hidden, layer.down, num_decodes)[:, : self._config.hidden_size]
+
+
+def _silu(x: Array) -> Array:
+    with np.errstate(over="ignore"):  # exp(-x) may overflow: then the result is 0, as it should be
+        result: Array = x / (1 + np.exp(-x))
+    return result
+
+
+def _gelu_tanh(x: Array) -> Array:
+    inner = x * x
+    inner *= np.float32(0.044715)
+    inner += 1
+    inner *= x
+    inner *= np.float32(np.sqrt(2 / np.pi))
+    np.tanh(inner, out=inner)
+    inner += 1
+    inner *= x
+    inner *= np.float32(0.5)
+    return inner
+
+
+_ACTIVATIONS = {Activation.SILU: _silu, Activation.GELU_TANH: _gelu_tanh}
 
 
 def _tiled(layer: LayerWeights) -> LayerWeights:
@@ -200,20 +228,24 @@ def _gather(pool: Array, chunk: Chunk) -> Array:
     return blocks.reshape(-1, *pool.shape[2:])[: chunk.length_after]
 
 
-def _attend(queries: Array, keys: Array, values: Array) -> Array:
+def _attend(queries: Array, keys: Array, values: Array, scale: float, window: int) -> Array:
     """Causal grouped-query attention; the queries are at the last positions of the keys.
 
-    queries [n, heads, head_dim], keys and values [length, kv_heads, head_dim]; returns [n, heads, head_dim].
+    queries [n, heads, head_dim], keys and values [length, kv_heads, head_dim]; returns [n, heads, head_dim]. A query
+    sees `window` keys, its own included; 0: all.
     """
     n, num_heads, head_dim = queries.shape
     length, num_kv_heads, _ = keys.shape
     # [kv_heads, group * n, head_dim]: the heads that share keys become rows of one product.
     rows = queries.reshape(n, num_kv_heads, -1, head_dim).transpose(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
     scores: Array = rows @ keys.transpose(1, 2, 0)
-    scores *= np.float32(head_dim**-0.5)
+    scores *= np.float32(scale)
     if n > 1:
-        future = np.arange(length) > np.arange(length - n, length)[:, None]
-        scores.reshape(num_kv_heads, -1, n, length)[:, :, future] = -np.inf
+        distance = np.arange(length - n, length)[:, None] - np.arange(length)
+        hidden = distance < 0
+        if window:
+            hidden |= distance >= window
+        scores.reshape(num_kv_heads, -1, n, length)[:, :, hidden] = -np.inf
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     scores /= scores.sum(axis=-1, keepdims=True)
@@ -228,9 +260,6 @@ def _draw(chunk: Chunk, logits: Array) -> int:
             "its weights are corrupt, download the model again"
         )
     assert chunk.sampling is not None
-    if chunk.sampling.shaping is not None:
-        history = history_of(chunk)
-        logits = shape(logits, chunk.sampling.shaping, history, min(chunk.sample_index, len(history)))
     return sample(logits, chunk.sampling, chunk.sample_index)
 
 

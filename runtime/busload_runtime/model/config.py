@@ -1,21 +1,25 @@
-"""The numbers of a Llama-family model, read from GGUF metadata and checked before anything is allocated."""
+"""The numbers of a decoder model, read from GGUF metadata and checked before anything is allocated."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from busload_runtime.model.architectures.description import Activation, Architecture, LayerAttention, Rope
+from busload_runtime.model.architectures.registry import ARCHITECTURES
 from busload_runtime.model.errors import ModelError
-
-ARCHITECTURE = "llama"
-_MAX_DIMENSION = 2**24
+from busload_runtime.model.fields import MAX_DIMENSION, Fields
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Shape of a Llama-family decoder (RMSNorm, rotary positions, SwiGLU, grouped-query attention)."""
+    """Shape of a decoder: RMSNorm, rotary positions, grouped-query attention, a gated feed-forward.
+
+    `architecture` says which of the optional parts there are; its numbers are here.
+    """
 
     name: str
+    architecture: Architecture
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -26,11 +30,19 @@ class ModelConfig:
     context_length: int
     """Longest sequence the model was made for, in tokens."""
     norm_eps: float
-    rope_theta: float
-    rope_linear_factor: float
-    """Positions are divided by this (linear scaling, 1 for none). Llama 3 scaling is in the weights: see `Weights`."""
+    ropes: tuple[Rope, ...]
+    """Llama 3 scaling is in the weights: see `WeightFile.rope_frequencies`."""
+    layers: tuple[LayerAttention, ...]
+    """[num_layers]"""
+    attention_scale: float
+    """Of query times key."""
+    embedding_scale: float
     tied_embeddings: bool
     """The output head is the embedding table."""
+
+    @property
+    def activation(self) -> Activation:
+        return self.architecture.activation
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -43,74 +55,53 @@ def config_from_metadata(file: str, metadata: Mapping[str, Any], vocab_size: int
 
     Raises `ModelError` for another architecture and for any value outside what the executors compute.
     """
-    architecture = metadata.get("general.architecture")
-    if architecture != ARCHITECTURE:
+    name = metadata.get("general.architecture")
+    architecture = ARCHITECTURES.get(name) if isinstance(name, str) else None
+    if architecture is None:
+        known = ", ".join(f"{one.name!r} ({one.models})" for one in ARCHITECTURES.values())
         raise ModelError(
-            f"{file}: general.architecture is {architecture!r:.80}; supported: {ARCHITECTURE!r} (Llama 2, Llama 3, "
-            "Mistral, SmolLM and others with that layout); convert or choose such a model"
+            f"{file}: general.architecture is {name!r:.80}; supported: {known}; convert or choose such a model"
         )
-    fields = _Fields(file, metadata)
-    if experts := metadata.get("llama.expert_count"):
-        raise ModelError(f"{file}: llama.expert_count is {experts!r:.80}; only dense models are supported (0)")
+    fields = Fields(file, architecture.name, metadata)
+    fields.refuse("expert_count", "only dense models are supported")
+    for key in architecture.without:
+        fields.refuse(key, f"not computed for {architecture.name}")
     heads = fields.integer("attention.head_count", 1, 4096)
     kv_heads = fields.integer("attention.head_count_kv", 1, 4096, default=heads)
     if heads % kv_heads:
         raise fields.bad("attention.head_count_kv", kv_heads, f"a divisor of attention.head_count ({heads})")
-    hidden = fields.integer("embedding_length", 1, _MAX_DIMENSION)
-    head_dim = fields.integer("attention.key_length", 2, 4096, default=hidden // heads)
-    if head_dim % 2 or head_dim == 0:
-        raise fields.bad("attention.key_length", head_dim, "an even number of at least 2 (embedding_length / heads)")
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if (length := fields.integer(key, 1, 4096, default=head_dim)) != head_dim:
-            raise fields.bad(key, length, f"the head dimension {head_dim} (no partial rotation)")
-    declared = fields.integer("vocab_size", 1, _MAX_DIMENSION, default=vocab_size)
+    hidden = fields.integer("embedding_length", 1, MAX_DIMENSION)
+    head_dim = _head_dim(fields, hidden // heads)
+    declared = fields.integer("vocab_size", 1, MAX_DIMENSION, default=vocab_size)
     if declared != vocab_size:
         raise fields.bad("vocab_size", declared, f"the number of tokens in tokenizer.ggml.tokens ({vocab_size})")
+    num_layers = fields.integer("block_count", 1, 4096)
+    attention = architecture.attention(fields, num_layers)
     return ModelConfig(
         name=str(metadata.get("general.name", "")),
-        num_layers=fields.integer("block_count", 1, 4096),
+        architecture=architecture,
+        num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         hidden_size=hidden,
-        ffn_size=fields.integer("feed_forward_length", 1, _MAX_DIMENSION),
+        ffn_size=fields.integer("feed_forward_length", 1, MAX_DIMENSION),
         vocab_size=vocab_size,
-        context_length=fields.integer("context_length", 1, _MAX_DIMENSION),
+        context_length=fields.integer("context_length", 1, MAX_DIMENSION),
         norm_eps=fields.number("attention.layer_norm_rms_epsilon", 0.0, 1.0),
-        rope_theta=fields.number("rope.freq_base", 1.0, 1e12, default=10000.0),
-        rope_linear_factor=_linear_factor(fields),
+        ropes=attention.ropes,
+        layers=attention.layers,
+        attention_scale=head_dim**-0.5 if attention.scale is None else attention.scale,
+        embedding_scale=math.sqrt(hidden) if architecture.scales_embedding else 1.0,
         tied_embeddings=tied,
     )
 
 
-def _linear_factor(fields: "_Fields") -> float:
-    kind = fields.metadata.get("llama.rope.scaling.type", "none")
-    if kind not in ("none", "linear"):
-        raise fields.bad(
-            "rope.scaling.type", kind, "none or linear (Llama 3 scaling comes as tensor rope_freqs.weight)"
-        )
-    if kind == "none":
-        return fields.number("rope.scale_linear", 1e-3, 1e6, default=1.0)
-    return fields.number("rope.scaling.factor", 1e-3, 1e6)
-
-
-@dataclass(frozen=True, slots=True)
-class _Fields:
-    file: str
-    metadata: Mapping[str, Any]
-
-    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
-        value = self.metadata.get(f"llama.{key}", default)
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise self.bad(key, value, f"an integer from {low} to {high}")
-        return value
-
-    def number(self, key: str, low: float, high: float, default: float | None = None) -> float:
-        value = self.metadata.get(f"llama.{key}", default)
-        if not isinstance(value, float) or not math.isfinite(value) or not low <= value <= high:
-            raise self.bad(key, value, f"a number from {low:g} to {high:g}")
-        return value
-
-    def bad(self, key: str, value: object, allowed: str) -> ModelError:
-        got = "missing" if value is None else f"{value!r:.80}"
-        return ModelError(f"{self.file}: llama.{key} is {got}; must be {allowed}; the file is corrupt or unsupported")
+def _head_dim(fields: Fields, default: int) -> int:
+    head_dim = fields.integer("attention.key_length", 2, 4096, default=default)
+    if head_dim % 2:
+        raise fields.bad("attention.key_length", head_dim, "an even number of at least 2 (embedding_length / heads)")
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if (length := fields.integer(key, 1, 4096, default=head_dim)) != head_dim:
+            raise fields.bad(key, length, f"the head dimension {head_dim} (no partial rotation)")
+    return head_dim

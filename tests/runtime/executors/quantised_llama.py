@@ -19,18 +19,18 @@ def logits(weights: WeightFile, tokens: Sequence[int]) -> Array:
     """[len(tokens), vocab] of a prompt."""
     config = weights.config
     n, dim, kv_heads = len(tokens), config.head_dim, config.num_kv_heads
-    angles = np.arange(n)[:, None, None] * weights.rope_frequencies().astype(np.float64)
+    angles = np.arange(n)[:, None, None] * weights.rope_frequencies()[0].astype(np.float64)
     x = _stored(weights.embedding())[list(tokens)]
     for index in range(config.num_layers):
         layer = weights.layer(index)
-        normed = _rounded(_norm(x, layer.attention_norm, config.norm_eps), _GROUP, 127)
+        normed = _rounded(_norm(x, layer.vectors.attention_norm, config.norm_eps), _GROUP, 127)
         heads = (normed @ _stored(layer.qkv).T).reshape(n, -1, dim)
         queries = _rounded(_rotate(heads[:, : config.num_heads], angles), dim, 127)
         keys = _rounded(_rotate(heads[:, config.num_heads : -kv_heads], angles), dim, 127)
         values, scales = _quantise(heads[:, -kv_heads:], dim, 127)
         attended = _attend(queries, keys, values, scales[..., 0])
         x = x + _rounded(attended.reshape(n, -1), _GROUP, 127) @ _stored(layer.attention_output).T
-        normed = _rounded(_norm(x, layer.ffn_norm, config.norm_eps), _GROUP, 127)
+        normed = _rounded(_norm(x, layer.vectors.ffn_norm, config.norm_eps), _GROUP, 127)
         gate, up = np.split(normed @ _stored(layer.gate_up).T, 2, axis=-1)
         x = x + _rounded(gate / (1 + np.exp(-gate)) * up, _GROUP, 127) @ _stored(layer.down).T
     last = _rounded(_norm(x, weights.final_norm(), config.norm_eps), _GROUP, 127)

@@ -89,7 +89,7 @@ WRONG_MODELS = {
         TinyLlama(metadata={"llama.rope.scaling.type": "yarn"}),
         "llama.rope.scaling.type is 'yarn'; must be none or linear",
     ),
-    "experts": (TinyLlama(metadata={"llama.expert_count": 8}), "llama.expert_count is 8; only dense models"),
+    "experts": (TinyLlama(metadata={"llama.expert_count": 8}), "llama.expert_count is 8; must be 0 or missing (only dense models"),
     "vocabulary size": (
         TinyLlama(metadata={"llama.vocab_size": 7}),
         "llama.vocab_size is 7; must be the number of tokens in tokenizer.ggml.tokens (262)",
@@ -101,11 +101,11 @@ WRONG_MODELS = {
     "layer missing": (TinyLlama(metadata={"llama.block_count": 3}), "tensor blk.2.attn_norm.weight is missing"),
     "layer too many": (
         TinyLlama(metadata={"llama.block_count": 1}),
-        "tensor 'blk.1.attn_k.weight' is not part of a plain 1-layer Llama model",
+        "tensor 'blk.1.attn_k.weight' is not part of a plain 1-layer llama model",
     ),
     "bias": (
         TinyLlama(extra_tensors={"blk.0.attn_q.bias": np.zeros(64, np.float32)}),
-        "tensor 'blk.0.attn_q.bias' is not part of a plain 2-layer Llama model",
+        "tensor 'blk.0.attn_q.bias' is not part of a plain 2-layer llama model",
     ),
     "shape": (
         TinyLlama(metadata={"llama.feed_forward_length": 64}),
