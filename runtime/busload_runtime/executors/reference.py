@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from busload_runtime.engine.plan import Chunk, Plan, Sampled
-from busload_runtime.executors.errors import ExecutorError
+from busload_runtime.executors.errors import ExecutorError, wrong_plan
 from busload_runtime.executors.kv_pool import KvPool
 from busload_runtime.executors.linear import Linear, rows_of, tile, usable_threads
-from busload_runtime.executors.sampling import sample
+from busload_runtime.executors.sampling import history_of, sample, shape
 from busload_runtime.model.architectures.description import Activation
 from busload_runtime.model.weights import LayerVectors, LayerWeights, WeightFile
 
@@ -72,12 +72,30 @@ class ReferenceExecutor:
         self._pool.resize(num_blocks)
 
     def run(self, plan: Plan) -> Sequence[Sampled]:
+        self._check(plan)
         # Decoding requests first: `linear` treats them apart.
         chunks = sorted(plan.chunks, key=lambda chunk: len(chunk.tokens) > 1)
         drawing = [(chunk, end - 1) for chunk, (_, end) in _with_rows(chunks) if chunk.sampling is not None]
         logits = self.logits(chunks, [row for _, row in drawing])
         tokens = {chunk.request_id: _draw(chunk, row) for (chunk, _), row in zip(drawing, logits, strict=True)}
         return [Sampled(c.request_id, tokens[c.request_id]) for c in plan.chunks if c.sampling is not None]
+
+    def _check(self, plan: Plan) -> None:
+        """Raises `ExecutorError` where numpy would count from the end, or write a block that is not the request's."""
+        num_blocks = self._pool.blocks.shape[2]
+        for chunk in plan.chunks:
+            shaping = chunk.sampling.shaping if chunk.sampling is not None else None
+            biased = shaping.logit_bias if shaping is not None else ()
+            tokens = (*chunk.tokens, *history_of(chunk), *(token for token, _ in biased))
+            needed = -(-chunk.length_after // _BLOCK_SIZE)
+            if (
+                not chunk.tokens
+                or chunk.start < 0
+                or len(chunk.blocks) < needed
+                or not all(0 <= token < self.vocab_size for token in tokens)
+                or not all(0 <= block < num_blocks for block in chunk.blocks)
+            ):
+                raise ExecutorError(wrong_plan(num_blocks))
 
     def _count_weight_bytes(self) -> int:
         tables = [self._embedding, self._final_norm]
@@ -260,6 +278,9 @@ def _draw(chunk: Chunk, logits: Array) -> int:
             "its weights are corrupt, download the model again"
         )
     assert chunk.sampling is not None
+    if chunk.sampling.shaping is not None:
+        history = history_of(chunk)
+        logits = shape(logits, chunk.sampling.shaping, history, min(chunk.sample_index, len(history)))
     return sample(logits, chunk.sampling, chunk.sample_index)
 
 
