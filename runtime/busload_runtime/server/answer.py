@@ -1,6 +1,7 @@
 """The road both endpoints share: admit, read, check, tokenise, submit, and answer whole or as a stream."""
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from busload_runtime.server.tokenise import PromptEncoder
 # A body must arrive in this time: its seat in the queue is taken meanwhile.
 _BODY_SECONDS = 60.0
 _CLIENT_CLOSED = 499  # the customary status for "nobody reads this"; only the log sees it
+
+_encode = msgspec.json.Encoder().encode
 
 Body = TypeVar("Body", bound=Sampled)
 Json = dict[str, Any]
@@ -119,20 +122,22 @@ class _Call(Generic[Body]):
     async def _whole(self, body: Body) -> Response:
         texts = list(self.leads)
         reasons = [""] * len(texts)
-        async for piece in self.generation.pieces():
-            texts[piece.index] += piece.text
-            reasons[piece.index] = piece.finish_reason or ""
+        async for pieces in self.generation.pieces():
+            for piece in pieces:
+                texts[piece.index] += piece.text
+                reasons[piece.index] = piece.finish_reason or ""
         choices = [self.endpoint.whole(i, texts[i], reasons[i]) for i in range(len(texts))]
         content = self._envelope(self.endpoint.object, choices) | {"usage": self._usage(body.n or 1)}
-        return Response(msgspec.json.encode(content), media_type="application/json")
+        return Response(_encode(content), media_type="application/json")
 
     async def _begin(self, body: Body) -> AsyncIterator[bytes]:
-        """Waits for the first piece, so that what goes wrong before it is a status code and not half a stream."""
+        """Waits for the first pieces, so that what goes wrong before it is a status code and not half a stream."""
         pieces = self.generation.pieces()
         first = await anext(pieces)
         return self._events(body, first, pieces)
 
-    async def _events(self, body: Body, first: Piece, pieces: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
+    async def _events(self, body: Body, first: list[Piece], pieces: AsyncIterator[list[Piece]]) -> AsyncIterator[bytes]:
+        """Events of a stream; those that are there at the same time come joined, to be one write."""
         usage: Json = {"usage": None} if body.wants_usage() else {}
 
         def chunk(choice: Json) -> bytes:
@@ -143,10 +148,22 @@ class _Call(Generic[Body]):
                 yield chunk(opening)
             if lead:
                 yield chunk(self.endpoint.delta(index, lead, None))
+        text_events = [
+            _TextEvent(chunk(self.endpoint.delta(index, _TextEvent.PLACE, None))) for index in range(len(self.leads))
+        ]
+
+        def events(pieces: list[Piece]) -> bytes:
+            return b"".join(
+                text_events[piece.index].of(piece.text)
+                if piece.finish_reason is None
+                else chunk(self.endpoint.delta(piece.index, piece.text, piece.finish_reason))
+                for piece in pieces
+            )
+
         try:
-            yield chunk(self.endpoint.delta(first.index, first.text, first.finish_reason))
-            async for piece in pieces:
-                yield chunk(self.endpoint.delta(piece.index, piece.text, piece.finish_reason))
+            yield events(first)
+            async for more in pieces:
+                yield events(more)
         except ApiError as error:
             self.trace.reason = error.code
             yield _event(error.body())
@@ -184,6 +201,19 @@ class _Call(Generic[Body]):
             "total_tokens": prompt_tokens + self.generation.output_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in prompts)},
         }
+
+
+class _TextEvent:
+    """The events of one choice that carry text, which differ in nothing but the text: encoded once, cut around it."""
+
+    PLACE = secrets.token_hex(16)
+    """Stands for the text in the event that is the pattern; random, so that no name a user chose can hold it."""
+
+    def __init__(self, pattern: bytes) -> None:
+        self._before, self._after = pattern.split(_encode(self.PLACE))
+
+    def of(self, text: str) -> bytes:
+        return b"%b%b%b" % (self._before, _encode(text), self._after)
 
 
 class _EventStream(Response):
@@ -244,4 +274,4 @@ async def _read_body(request: Request, limit: int) -> bytes:
 
 
 def _event(content: Json) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+    return b"data: " + _encode(content) + b"\n\n"

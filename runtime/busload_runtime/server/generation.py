@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
+
 from busload_runtime.engine.messages import Submit, TokenOut
 from busload_runtime.server.admission import Admission
 from busload_runtime.server.edge import Trace
@@ -15,8 +17,7 @@ from busload_runtime.server.metrics import Metrics
 from busload_runtime.server.text import TextStream
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """News of one choice: text (maybe none), and with the last piece why it ended."""
 
     index: int
@@ -53,7 +54,8 @@ class Generation:
     metrics: Metrics
     trace: Trace
     choices: list[Choice] = field(default_factory=list)
-    _pieces: asyncio.Queue[Piece] = field(default_factory=asyncio.Queue)
+    _pieces: list[Piece] = field(default_factory=list)
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def submit(self, submits: Sequence[Submit], text: Callable[[], TextStream]) -> None:
         """Sends the sequences to the engine, in the order of the choices. Raises `ApiError` 429 or 500."""
@@ -71,15 +73,24 @@ class Generation:
         for choice, submit in zip(self.choices, submits, strict=True):
             self.engine.submit(submit, partial(self._on_token, choice))
 
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """Pieces of all choices as they come, until each has ended. Raises `ApiError` when the engine failed one."""
+    async def pieces(self) -> AsyncIterator[list[Piece]]:
+        """Pieces of all choices as they come, those that wait already together, until each choice has ended.
+
+        Raises `ApiError` when the engine failed one, behind the pieces that came before.
+        """
         open_choices = len(self.choices)
         while open_choices:
-            piece = await self._pieces.get()
-            if piece.error is not None:
-                raise self._failure(piece)
-            open_choices -= piece.finish_reason is not None
-            yield piece
+            await self._news.wait()
+            self._news.clear()
+            pieces, self._pieces = self._pieces, []
+            failed = next((position for position, piece in enumerate(pieces) if piece.error is not None), None)
+            if failed is None:
+                open_choices -= sum(1 for piece in pieces if piece.finish_reason is not None)
+                yield pieces
+            else:
+                if failed:
+                    yield pieces[:failed]
+                raise self._failure(pieces[failed])
 
     def close(self) -> None:
         """Aborts what has not ended."""
@@ -112,14 +123,18 @@ class Generation:
             reason = "stop"
         elif out.finish_reason is None:
             if text:
-                self._pieces.put_nowait(Piece(choice.index, text))
+                self._tell(Piece(choice.index, text))
             return
         else:
             text += choice.text.finish()
             reason = out.finish_reason
         self._end(choice, reason)
         error = (out.error or "the engine failed on this request") if reason == "error" else None
-        self._pieces.put_nowait(Piece(choice.index, text, reason, error))
+        self._tell(Piece(choice.index, text, reason, error))
+
+    def _tell(self, piece: Piece) -> None:
+        self._pieces.append(piece)
+        self._news.set()
 
     def _measure(self, choice: Choice, out: TokenOut) -> None:
         now = time.monotonic()

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric as Family
@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from busload_runtime.contract import FINISH_REASONS, METRICS, REFUSAL_REASONS, Limits, Metric
 from busload_runtime.engine.messages import Ready, Stats
+from busload_runtime.server.histogram import Histogram
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -125,8 +126,9 @@ class Metrics(Collector):
         return Counter(metric.name, metric.help, metric.labels, registry=self._registry)
 
     def _histogram(self, name: str) -> Histogram:
-        metric = _BY_NAME[name]
-        return Histogram(metric.name, metric.help, metric.labels, buckets=metric.buckets, registry=self._registry)
+        histogram = Histogram(_BY_NAME[name])
+        self._registry.register(histogram)
+        return histogram
 
 
 def _field(source: object, name: str) -> float:

@@ -15,6 +15,7 @@ class TextStream:
     def __init__(self, token_bytes: Callable[[int], bytes], stop: Sequence[str] = (), min_tokens: int = 0) -> None:
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._mid_character = False
         self._stop = tuple(stop)
         self._unmatched_tokens = min_tokens
         self._held = ""
@@ -25,7 +26,12 @@ class TextStream:
         """The text that is certain now. Stop strings are looked for only behind the first `min_tokens` tokens."""
         if self.stopped:
             return ""
-        text = self._decoder.decode(self._token_bytes(token))
+        data = self._token_bytes(token)
+        if self._mid_character or not data.isascii():
+            text = self._decoder.decode(data)
+            self._mid_character = bool(self._decoder.getstate()[0])
+        else:  # most tokens: the decoder, which costs several times this, has nothing to remember
+            text = data.decode("ascii")
         if self._unmatched_tokens > 0:
             self._unmatched_tokens -= 1
             return text
