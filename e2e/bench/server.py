@@ -1,0 +1,72 @@
+"""A `busload serve` process to measure: starts it on a free port, waits until it is ready, ends it."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+MODEL = "smollm2-135m-instruct"
+_START_SECONDS = 180.0
+
+
+@dataclass(frozen=True)
+class BusloadServer:
+    """A running server. `url` ends with /v1."""
+
+    url: str
+    model: str
+    pid: int
+    started_in: float
+    """Seconds from the start of the process until it said that it is ready, which takes a first token."""
+
+    def processes(self) -> dict[str, int]:
+        """Process ids: of the HTTP process and of the engine, its child."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        engines = [int(c) for c in children if b"engine.process" in Path(f"/proc/{c}/cmdline").read_bytes()]
+        return {"http": self.pid, "engine": engines[0]}
+
+
+class DidNotStart(RuntimeError):
+    """The server ended or was not ready in time; the message ends with what it wrote."""
+
+
+@contextmanager
+def serve(*flags: str, model: str = f"bundled:{MODEL}", executor: str = "cpu") -> Iterator[BusloadServer]:
+    """Serves `model` on 127.0.0.1 with further flags of `busload serve`. Raises `DidNotStart`."""
+    command = [sys.executable, "-m", "busload_operator.cli", "serve", "--port=0", f"--served-model-name={MODEL}"]
+    with tempfile.TemporaryFile("w+") as log:
+        begin = time.monotonic()
+        process = subprocess.Popen(
+            [*command, f"--model={model}", f"--executor={executor}", *flags], stdout=subprocess.DEVNULL, stderr=log
+        )
+        try:
+            url = _wait_for_url(process, log.fileno())
+            yield BusloadServer(url, MODEL, process.pid, time.monotonic() - begin)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait_for_url(process: subprocess.Popen[bytes], log: int) -> str:
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        if found := re.search(r"is ready after .* at (http://\S+/v1)", _read(log)):
+            return found[1]
+        time.sleep(0.01)
+    raise DidNotStart(f"`busload serve` was not ready (exit code {process.poll()}):\n{_read(log)[-2000:]}")
+
+
+def _read(log: int) -> str:
+    # By position: the process writes to the same open file, whose offset must not move.
+    return os.pread(log, 1 << 20, 0).decode(errors="replace")
