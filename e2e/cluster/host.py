@@ -73,6 +73,7 @@ NEEDS = (
     Need("buildah", "builds the images", ("buildah",), images=True),
     Need("python3-venv", "makes the virtual environment", present=has_ensurepip, images=True),
     Need("gcc", "compiles the pods' pause program", ("gcc",)),
+    Need("g++", "compiles the CPU engine", ("g++",), images=True),
     Need("libc6-dev", "for the same", present=has_static_libc),
 )
 

@@ -190,6 +190,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("busload_memory_budget_bytes", "gauge", "Memory the runtime may use in all."),
     Metric("busload_weight_bytes", "gauge", "Bytes of weights read by one step."),
     Metric("busload_copy_bandwidth_bytes_per_second", "gauge", "Copy bandwidth measured at start."),
+    Metric(
+        "busload_model_bandwidth_utilization",
+        "gauge",
+        "Weight and KV bytes moved per second of step time in the last 10 s, as a share of the copy bandwidth.",
+    ),
     # Limits.
     Metric("busload_limits_generation", "gauge", "Generation of the limits document that is applied."),
     Metric("busload_limits_errors_total", "counter", "Limits documents refused (malformed or impossible)."),

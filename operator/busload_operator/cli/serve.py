@@ -22,8 +22,8 @@ def command(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="TCP port, 1 to 65535; 0 takes a free one.")] = 8000,
     executor: Annotated[
-        str, typer.Option(help="What computes: reference (numpy, portable), or cpu (C++, compiled on first use).")
-    ] = "reference",
+        str, typer.Option(help="What computes: cpu (C++, compiled on first use), or reference (numpy, slow, exact).")
+    ] = "cpu",
     memory: Annotated[
         int | None,
         typer.Option(

@@ -72,7 +72,8 @@ class CpuExecutor:
     def reserve(self, max_blocks: int) -> None:
         if self._library.bl_kv_reserve(self._engine, max(1, max_blocks)):
             raise ExecutorError(
-                f"cannot reserve {max_blocks} KV blocks ({max_blocks * self.bytes_per_block} bytes of address space)"
+                f"cannot reserve {max_blocks} KV blocks ({max_blocks * self.bytes_per_block} bytes of address space); "
+                "lower --memory or raise the address space limit (ulimit -v)"
             )
         self._max_blocks, self._num_blocks = max_blocks, 0
 

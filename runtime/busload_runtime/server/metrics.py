@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from busload_runtime.contract import FINISH_REASONS, METRICS, REFUSAL_REASONS, Limits, Metric
 from busload_runtime.engine.messages import Ready, Stats
+from busload_runtime.server.bandwidth import BandwidthUse
 from busload_runtime.server.histogram import Histogram
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -56,6 +57,7 @@ class Metrics(Collector):
         self.stats: Stats | None = None
         self.ready: Ready | None = None
         self.engine_pid: int | None = None
+        self._bandwidth = BandwidthUse()
         self._model_name = model_name
         self._registry = CollectorRegistry()
         self.arrived = self._counter("busload_requests_arrived_total")
@@ -75,6 +77,11 @@ class Metrics(Collector):
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
         ProcessCollector(namespace="busload_engine", pid=self._engine_pid, registry=self._registry)
+
+    def observe(self, stats: Stats) -> None:
+        """Takes the engine's newest snapshot in."""
+        self.stats = stats
+        self._bandwidth.add(stats)
 
     def refused(self, reason: str) -> None:
         """Counts a refusal; `reason` is one of `REFUSAL_REASONS`."""
@@ -114,6 +121,10 @@ class Metrics(Collector):
             "busload_memory_budget_bytes": ((), _field(ready, "memory_budget_bytes")),
             "busload_weight_bytes": ((), _field(ready, "weight_bytes")),
             "busload_copy_bandwidth_bytes_per_second": ((), _field(ready, "copy_bandwidth")),
+            "busload_model_bandwidth_utilization": (
+                (),
+                self._bandwidth.share(stats, _field(ready, "copy_bandwidth")),
+            ),
             "busload_limits_generation": ((), self.generation),
         }
 

@@ -46,7 +46,7 @@ class Service:
         self.metrics.generation = generation
 
     def on_stats(self, stats: Stats) -> None:
-        self.metrics.stats = stats
+        self.metrics.observe(stats)
         self.admission.observe(stats)
 
     def loaded(self) -> tuple[PromptEncoder, Ready]:

@@ -58,7 +58,9 @@ def limits_file(tmp_path: Path) -> Path:
 def test_limits_change_while_requests_run_and_bad_ones_change_nothing(
     tiny_model: Path, tmp_path: Path, limits_file: Path
 ) -> None:
-    with running(tmp_path, f"--model={tiny_model}", f"--limits-file={limits_file}", "--pod-name=pod-a") as server:
+    # The reference executor takes its time over a step, so that the requests still run when the documents change.
+    flags = (f"--model={tiny_model}", "--executor=reference", f"--limits-file={limits_file}", "--pod-name=pod-a")
+    with running(tmp_path, *flags) as server:
         metrics = server.metrics()
         assert (metrics["busload_limits_generation"], metrics["busload_limit_batch_size"]) == (3, 4)
         results: list[httpx.Response] = []

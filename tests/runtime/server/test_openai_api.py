@@ -17,6 +17,10 @@ def client(smol: LiveServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{smol.url}/v1", api_key="unused", max_retries=0)
 
 
+# A question whose answer does not hang on the last bits of the weights.
+QUESTION = "What is the capital of France, and why do people visit it? Answer in two sentences."
+
+
 def test_models_list_says_the_length(tiny: LiveServer) -> None:
     (model,) = tiny.http.get("/v1/models").json()["data"]
     assert (model["id"], model["max_model_len"]) == ("tiny", 4096)
@@ -27,7 +31,7 @@ def test_models_list_says_the_length(tiny: LiveServer) -> None:
 def test_chat_answers_a_question(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="smollm2-135m-instruct",
-        messages=[{"role": "user", "content": "What is the capital of France?"}],
+        messages=[{"role": "user", "content": QUESTION}],
         temperature=0,
     )
     assert "Paris" in (answer.choices[0].message.content or "")
@@ -58,7 +62,7 @@ def test_chat_stream_equals_the_whole_and_ends_with_usage(client: openai.OpenAI)
 def test_ignore_eos_and_min_tokens_go_past_the_natural_end(client: openai.OpenAI) -> None:
     request: dict[str, Any] = {
         "model": "smollm2-135m-instruct",
-        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "messages": [{"role": "user", "content": QUESTION}],
         "temperature": 0,
         "max_tokens": 14,
     }

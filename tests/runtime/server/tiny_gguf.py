@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from gguf import GGUFWriter
 
-HIDDEN, HEADS, KV_HEADS, FFN, LAYERS = 32, 4, 2, 64, 1
+HIDDEN, HEADS, KV_HEADS, FFN, LAYERS = 64, 2, 1, 64, 1
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
