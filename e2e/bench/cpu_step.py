@@ -1,7 +1,10 @@
 """Times of one engine step on the CPU: decode at several batch sizes, prefill, and how near the memory limit they are.
 
-`python -m e2e.bench.cpu_step [--model M] [--context N] [--batches 1,8,32] [--prefill 128,512,2048] [--json FILE]`
-The step is called as the engine calls it, with greedy sampling; no scheduler and no HTTP.
+`python -m e2e.bench.cpu_step [--model M] [--context N] [--batches 1,8,32] [--prefill 128,512,2048] [--isa avx2]
+[--threads N] [--phases] [--json FILE]`
+The step is called as the engine calls it, with greedy sampling; no scheduler and no HTTP. `--phases` builds an engine
+that counts, and prints where a step's time goes (median, mean of the threads): CPU time of the work, which the
+neighbours on the machine hardly change, and time without work.
 """
 
 import argparse
@@ -14,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from busload_runtime.engine.plan import Chunk, Plan, SamplingParams
 from busload_runtime.executors.cpu import CpuExecutor
@@ -29,10 +33,15 @@ def main() -> None:
     parser.add_argument("--batches", type=_numbers, default=[1, 8, 32])
     parser.add_argument("--prefill", type=_numbers, default=[128, 512, 2048])
     parser.add_argument("--seconds", type=float, default=3.0, help="per measurement")
+    parser.add_argument("--isa", help="instruction set (default: the best)")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--phases", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.phases:
+        os.environ["BUSLOAD_CPU_PROFILE"] = "1"
     begin = time.perf_counter()
-    executor = CpuExecutor(load_weights(options.model))
+    executor = CpuExecutor(load_weights(options.model), options.threads, options.isa)
     loaded = time.perf_counter() - begin
     per_request = -(-max([options.context + 1, *options.prefill]) // executor.block_size)
     blocks = per_request * max([1, *options.batches])
@@ -76,12 +85,15 @@ def _measure(
 ) -> dict[str, Any]:
     """Runs `plan` for about `seconds`. Median and best: what else runs on the machine only ever adds time."""
     times: list[float] = []
+    profiles: list[dict[str, NDArray[np.float64]]] = []
     executor.run(plan)
+    executor.take_profile()
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times) < 3:
         begin = time.perf_counter()
         executor.run(plan)
         times.append(time.perf_counter() - begin)
+        profiles.append(executor.take_profile())
     median, best = statistics.median(times), min(times)
     line = (
         f"{name:>14}: median {median * 1e3:8.3f} ms {tokens / median:8.0f} tok/s   "
@@ -90,7 +102,18 @@ def _measure(
     if moved is not None:
         line += f"   {moved / median / 1e9:5.1f} GB/s, {moved / median / read:4.0%} (best {moved / best / read:.0%})"
     print(line, flush=True)
-    return {"name": name, "steps": len(times), "median": median, "best": best, "tokens": tokens, "moved": moved}
+    phases = {phase: np.median([one[phase].mean(axis=0) for one in profiles], axis=0) for phase in profiles[0]}
+    for phase, (busy, idle) in phases.items():
+        print(f"{phase:>24}: busy {busy * 1e3:8.3f} ms   waiting or without a core {idle * 1e3:7.3f} ms", flush=True)
+    return {
+        "name": name,
+        "steps": len(times),
+        "median": median,
+        "best": best,
+        "tokens": tokens,
+        "moved": moved,
+        "phases": {phase: spent.tolist() for phase, spent in phases.items()},
+    }
 
 
 def _numbers(text: str) -> Sequence[int]:

@@ -23,6 +23,8 @@ SOURCES = Path(__file__).parent / "csrc"
 PREBUILT = Path(__file__).parent / "prebuilt"
 
 _COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=default", "-Wall", "-Wextra", "-pthread")
+# BUSLOAD_CPU_PROFILE=1 counts the time of each phase of a step (csrc/profile.h). Flags are in the key: another library.
+_PROFILE = ("-DBL_PROFILE",)
 # The whole of a group is meant to be in registers; re-association makes gcc spill it (simd_avx2.h).
 _KERNEL = ("-fno-tree-reassoc",) if sys.platform.startswith("linux") else ()
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -32,6 +34,11 @@ _QUIET = ("-Wno-uninitialized", "-Wno-maybe-uninitialized")
 
 _COMPILERS = ("c++", "g++", "clang++")
 _TIMEOUT_SECONDS = 300
+
+
+def _flags(name: str, machine: str) -> tuple[str, ...]:
+    profile = _PROFILE if os.environ.get("BUSLOAD_CPU_PROFILE") == "1" else ()
+    return (*_COMMON, *profile, *_file_flags(name, machine))
 
 
 def _file_flags(name: str, machine: str) -> tuple[str, ...]:
@@ -53,7 +60,7 @@ def library_name() -> str:
     digest = sha256(machine.encode())
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-        digest.update(" ".join((*_COMMON, *_file_flags(path.name, machine))).encode())
+        digest.update(" ".join(_flags(path.name, machine)).encode())
     return f"busload_cpu-{digest.hexdigest()[:20]}.so"
 
 
@@ -97,8 +104,7 @@ def _compile(target: Path) -> None:
 
         def compile_one(source: Path) -> Path:
             out = Path(work) / f"{source.stem}.o"
-            flags = (*_COMMON, *_file_flags(source.name, machine))
-            _run(compiler, *flags, "-c", str(source), "-o", str(out))
+            _run(compiler, *_flags(source.name, machine), "-c", str(source), "-o", str(out))
             return out
 
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:

@@ -101,6 +101,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[object, ...]]] = {
     "bl_kv_block_bytes": (c_int64, (POINTER(Model),)),
     "bl_scratch_bytes": (c_int64, (POINTER(Model), c_int32, c_int64, c_int64)),
     "bl_step": (c_int32, (c_void_p, POINTER(Step))),
+    "bl_profile": (c_int32, (c_void_p, c_void_p)),
+    "bl_phase_name": (c_char_p, (c_int32,)),
     "bl_packed_bytes": (c_int64, (c_int32, c_int64, c_int64)),
     "bl_packed_format": (c_int32, (c_int32,)),
     "bl_pack_rows": (c_int32, (c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int32, c_void_p)),

@@ -124,6 +124,14 @@ class CpuExecutor:
         finally:
             self._library.bl_unmap(buffer, _BANDWIDTH_BYTES)
 
+    def take_profile(self) -> dict[str, NDArray[np.float64]]:
+        """Seconds [threads, 2] of each phase of the steps since the last call: CPU time of the work, and time that a
+        thread waited or had no core. Empty unless the engine was built with `BUSLOAD_CPU_PROFILE=1`."""
+        phases: int = self._library.bl_profile(self._engine, None)
+        seconds = np.zeros((self.threads, phases, 2))
+        self._library.bl_profile(self._engine, seconds.ctypes.data)
+        return {self._library.bl_phase_name(phase).decode(): seconds[:, phase] for phase in range(phases)}
+
     def _step(
         self, chunks: Sequence[Chunk], rows: Sequence[int], sampling: Sequence[tuple[float, ...]], logits: int | None
     ) -> list[int]:

@@ -104,6 +104,11 @@ int64_t bl_scratch_bytes(const BlModel*, int32_t threads, int64_t tokens, int64_
 // is too short.
 int32_t bl_step(BlEngine*, const BlStep*);
 
+// How many phases a step has when BL_PROFILE was compiled in, else 0. `seconds`, unless NULL: [threads][phases][2] since
+// the last call: CPU time of the work, and time that the thread waited or had no core. Names are for phases below that count.
+int32_t bl_profile(BlEngine*, double* seconds);
+const char* bl_phase_name(int32_t phase);
+
 // Packing. `type` is the ggml tensor type of `source`, one row after the other; source row row_map[i] goes to row
 // first + i of the packed matrix of `format`. Rows never packed stay as they are: zero, from bl_map. -1: unknown type, or
 // one that BL_W4 does not hold. -2: values that are not finite, or beyond 127 times the largest fp16.

@@ -91,7 +91,7 @@ struct Block {  // rows that attend together
 using namespace busload;
 
 struct BlEngine {
-  BlEngine(const BlModel& m, int threads, const Kernels* k) : model(m), kernels(k), team(threads) {
+  BlEngine(const BlModel& m, int threads, const Kernels* k) : model(m), kernels(k), team(threads), profile(threads) {
     layers.assign(m.layers, m.layers + m.num_layers);
     model.layers = layers.data();
     layer_bytes = m.kv_heads * kv_tile_bytes(m.head_dim);
@@ -106,6 +106,7 @@ struct BlEngine {
   std::vector<BlLayer> layers;
   const Kernels* kernels;
   Team team;
+  Profile profile;
   uint8_t* kv = nullptr;
   int64_t kv_bytes = 0, layer_bytes, block_bytes;
   char* memory = nullptr;
@@ -168,7 +169,9 @@ struct Pass {
   const int tokens = (int)engine.rows.size();
 
   void operator()(int id) {
+    engine.profile.begin(id);
     embed(id);
+    end(id, kEmbed);
     for (int l = 0; l < m.num_layers; l++) {
       attention(id, m.layers[l], l);
       feed_forward(id, m.layers[l]);
@@ -176,6 +179,7 @@ struct Pass {
     if (step.num_samples) continue_rows(id);
   }
 
+  void end(int id, Phase phase) { engine.profile.end(id, phase, team.spun(id)); }
   const int32_t* table(int chunk) const { return step.blocks + step.chunk_blocks[chunk]; }
   float* row(float* base, int64_t index, int cols) const { return base + index * cols; }
 
@@ -204,11 +208,12 @@ struct Pass {
       for (int i = 0; i < count; i++) one(i);
     else
       team.share(id, count, one);
+    end(id, kNorm);
     return out;
   }
 
   // x += linear(in), by way of RMSNorm where the architecture has one there.
-  void add_linear(int id, const BlMatrix& matrix, const Activations& in, const float* post_norm) {
+  void add_linear(int id, const BlMatrix& matrix, const Activations& in, const float* post_norm, Phase phase) {
     float* out = post_norm ? buffers.branch : buffers.x;
     team.share(id, matrix.rows / kUnitRows, [&](int unit) {
       k.linear(matrix, unit, in, tokens, out + unit * kUnitRows, m.hidden, !post_norm, buffers.scratch[id]);
@@ -217,6 +222,7 @@ struct Pass {
       team.share(id, tokens, [&](int r) {
         k.norm_add(row(buffers.x, r, m.hidden), row(out, r, m.hidden), post_norm, m.norm_eps, m.hidden);
       });
+    end(id, phase);
   }
 
   void attention(int id, const BlLayer& layer, int index) {
@@ -226,6 +232,7 @@ struct Pass {
     team.share(id, width / kUnitRows, [&](int unit) {
       k.linear(layer.qkv, unit, normed, tokens, buffers.qkv + unit * kUnitRows, width, false, buffers.scratch[id]);
     });
+    end(id, kQkv);
     team.share(id, tokens, [&](int r) {
       const Row& at = engine.rows[r];
       const int64_t angle = ((int64_t)layer.rope * tokens + r) * half;
@@ -233,13 +240,15 @@ struct Pass {
       k.rotate_store(m, layer, row(buffers.qkv, r, width), {buffers.cosine + angle, buffers.sine + angle}, buffers.queries, r,
                      tile, at.position % kBlockTokens);
     });
+    end(id, kRotate);
     const int jobs = (int)engine.blocks.size() * m.kv_heads;
     team.share(id, jobs, [&](int i) {
       AttendJob job = attend_job(layer, kv, i);
       if (i + 1 < jobs) first_tiles(attend_job(layer, kv, i + 1), job.next);
       k.attend(job);
     });
-    add_linear(id, layer.attention_output, buffers.attended, layer.post_attention_norm);
+    end(id, kAttend);
+    add_linear(id, layer.attention_output, buffers.attended, layer.post_attention_norm, kOutput);
   }
 
   AttendJob attend_job(const BlLayer& layer, const uint8_t* kv, int index) const {
@@ -263,7 +272,8 @@ struct Pass {
         k.linear(layer.gate_up, 2 * group + part, normed, tokens, scratch.gate + part * kUnitRows, 2 * kUnitRows, false, scratch);
       k.gate(scratch.gate, tokens, m.activation, buffers.gated, group);
     });
-    add_linear(id, layer.down, buffers.gated, layer.post_ffn_norm);
+    end(id, kGateUp);
+    add_linear(id, layer.down, buffers.gated, layer.post_ffn_norm, kDown);
   }
 
   void continue_rows(int id) {
@@ -272,12 +282,14 @@ struct Pass {
     team.share(id, width / kUnitRows, [&](int unit) {
       k.linear(m.output, unit, last, count, buffers.logits + unit * kUnitRows, width, false, buffers.scratch[id]);
     });
+    end(id, kHead);
     team.share(id, count, [&](int s) {
       float* logits = row(buffers.logits, s, width);
       if (step.logits) memcpy(row(step.logits, s, m.vocab), logits, (size_t)m.vocab * sizeof(float));
       if (step.sampling[s].shaping) shape(logits, *step.sampling[s].shaping, buffers.sampling[id]);
       step.sampled[s] = sample(k, logits, m.vocab, step.sampling[s], buffers.sampling[id]);
     });
+    end(id, kSample);
   }
 };
 
@@ -306,6 +318,13 @@ BlEngine* bl_create(const BlModel* model, int32_t threads, const char* isa) {
 void bl_destroy(BlEngine* engine) { delete engine; }
 
 const char* bl_isa(const BlEngine* engine) { return engine->kernels->name; }
+
+int32_t bl_profile(BlEngine* engine, double* seconds) {
+  if (seconds) engine->profile.take(seconds);
+  return Profile::kOn ? kPhases : 0;
+}
+
+const char* bl_phase_name(int32_t phase) { return kPhaseNames[phase]; }
 
 int64_t bl_kv_block_bytes(const BlModel* m) { return m->num_layers * m->kv_heads * kv_tile_bytes(m->head_dim); }
 

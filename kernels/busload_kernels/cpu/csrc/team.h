@@ -9,7 +9,10 @@
 #include <atomic>
 #include <memory>
 #include <thread>
+#include <utility>
 #include <vector>
+
+#include "profile.h"
 
 namespace busload {
 
@@ -33,6 +36,8 @@ class Team {
   ~Team();
   Team(const Team&) = delete;
   int size() const { return size_; }
+  // CPU time this thread spent at ends of phases since it was last asked; 0 without BL_PROFILE.
+  int64_t spun(int id) { return std::exchange(member_[id].spun, 0); }
 
   // task(id) on every thread; returns when all are done.
   template <class Task>
@@ -61,13 +66,16 @@ class Team {
     for (int index; (index = take(id, phase, count, true)) >= 0; done++) f(index);
     for (int other = 1; other < size_; other++)
       for (int index; (index = take((id + other) % size_, phase, count, false)) >= 0; done++) f(index);
+    const int64_t begin = cpu_clock();
     complete(phase, done, count);
+    member_[id].spun += cpu_clock() - begin;
   }
 
  private:
   struct alignas(64) Member {
     std::atomic<uint64_t> range{0};  // 16 bits of the phase, 24 bits begin, 24 bits end
     uint32_t phase = 1;
+    int64_t spun = 0;
   };
   int take(int owner, uint32_t phase, int count, bool front);
   void complete(uint32_t phase, int done, int count);
