@@ -18,7 +18,7 @@ def manifest(name: str, **spec: Any) -> dict[str, Any]:
             "batchSize": {"initial": 4, "min": 1, "max": 32},
             "replicas": {"min": 1, "max": 2},
         },
-        "resources": {"requests": {"cpu": "200m", "memory": "1Gi"}, "limits": {"memory": "1536Mi"}},
+        "resources": {"requests": {"cpu": "200m", "memory": "512Mi"}, "limits": {"memory": "768Mi"}},
     }
     body.update(spec)
     return {

@@ -16,9 +16,9 @@ QUEUED_TOKENS = 262_144
 # (weights, activations of TOKEN_BUDGET tokens, process), with some room. A pod that starts with too long a sequence
 # ends at once and says how long it may be; these figures spare small pods that.
 _MIB = 1024**2
-_RESIDENT_BYTES = {"smollm2-135m-instruct": 960 * _MIB}
-_KV_BYTES_PER_TOKEN = {"smollm2-135m-instruct": 46_080}
-_BLOCK_TOKENS = 16
+_RESIDENT_BYTES = {"smollm2-135m-instruct": 352 * _MIB}
+_KV_BYTES_PER_TOKEN = {"smollm2-135m-instruct": 12_240}
+_BLOCK_TOKENS = 32
 
 
 def initial_limits(spec: Spec) -> Limits:

@@ -180,8 +180,8 @@ def test_initial_limits_are_inside_the_bounds_and_valid(lengths, percents, batch
     [
         ("2Gi", {}, 8192),  # the model's context
         ("2Gi", {"maxSequenceLength": {"max": 2048}}, 2048),  # the upper bound
-        ("1Gi", {}, 1296),  # what the KV cache holds: 0.9 * 64 MiB / 46080 B, in whole blocks of 16
-        ("768Mi", {}, 1024),  # nothing fits; the lower bound, and the pod says what is missing
+        ("400Mi", {}, 3680),  # what the KV cache holds: 0.9 * 48 MiB / 12240 B, in whole blocks of 32
+        ("352Mi", {}, 1024),  # nothing fits; the lower bound, and the pod says what is missing
     ],
 )
 def test_the_initial_sequence_length_fits_the_pod(memory: str, bounds: dict[str, Any], longest: int):
