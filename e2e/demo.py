@@ -16,9 +16,9 @@ import threading
 import time
 from typing import Any
 
+from busload_runtime.bench.outcome import Level
 from e2e import access, services
 from e2e.access import ROOT, Cluster, wait_for
-from e2e.load import Report, from_json
 from e2e.steps import OUT, Steps, say
 
 NAMESPACE = "default"
@@ -133,35 +133,34 @@ def ask(cluster: Cluster) -> str:
         return answer.strip()
 
 
-def burst(cluster: Cluster) -> tuple[Report, list[dict[str, Any]]]:
+def burst(cluster: Cluster) -> tuple[Level, list[dict[str, Any]]]:
     """Sends the burst while printing `kubectl get -w`, until a decision has an outcome and the burst has ended."""
     first = max((d["id"] for d in decisions_of(cluster)), default=-1)
     watch = cluster.popen("get", "inferenceservices", NAME, "-n", NAMESPACE, "-w")
     printer = threading.Thread(target=lambda: [print(f"    {line}", end="", flush=True) for line in watch.stdout or ()])
     printer.start()
     try:
-        with cluster.reach(NAMESPACE, NAME) as (url, prefix):
-            # As many clients, each sending its next request at once, until the operator has acted: on a fast machine
-            # 32 requests alone would be over before anybody could look.
-            load = ["--url", f"{url}/v1", "--model", NAME, "--requests", "100000", "--seconds", "240"]
-            program = cluster.program(prefix, "e2e.load", *load, "--concurrency", str(BURST), "--max-tokens", "64")
+        # As many clients, each sending its next request at once, until the operator has acted: on a fast machine 32
+        # requests alone would be over before anybody could look.
+        options = {"requests": 100000, "seconds": 240, "concurrency": BURST, "output_tokens": 64}
+        load = services.Load(cluster, NAMESPACE, NAME, **options)
 
-            def acted() -> list[dict[str, Any]]:
-                new = [d for d in decisions_of(cluster) if d["id"] > first]
-                settled = [d for d in new if d["outcome"]["verdict"] != "Pending"]
-                return new if settled else []
+        def acted() -> list[dict[str, Any]]:
+            new = [d for d in decisions_of(cluster) if d["id"] > first]
+            settled = [d for d in new if d["outcome"]["verdict"] != "Pending"]
+            return new if settled else []
 
+        try:
             decisions: list[dict[str, Any]] = wait_for(acted, 240, "a tuning decision with its outcome", every=2)
-            program.terminate()
-            output, errors = program.communicate(timeout=600)
+        finally:
+            load.process.terminate()
+            report = load.report()
     finally:
         time.sleep(3)
         watch.terminate()
         printer.join(timeout=10)
-    if program.returncode != 0 or not output:
-        raise SystemExit(f"error: the load client failed: {errors}")
     decisions = [d for d in decisions_of(cluster) if d["id"] > first] or decisions
-    return from_json(output), decisions
+    return report, decisions
 
 
 def decisions_of(cluster: Cluster) -> list[dict[str, Any]]:
@@ -170,10 +169,8 @@ def decisions_of(cluster: Cluster) -> list[dict[str, Any]]:
     return decisions
 
 
-def explain(report: Report, decisions: list[dict[str, Any]]) -> None:
-    total = sum(o.completion_tokens for o in report.outcomes)
-    seconds = max(o.end for o in report.outcomes) - min(o.start for o in report.outcomes)
-    rate = total / seconds
+def explain(report: Level, decisions: list[dict[str, Any]]) -> None:
+    total, rate = report.output_tokens, report.output_tokens / report.seconds
     say(f"The burst: {len(report.outcomes)} requests, {len(report.errors)} failed, {total} tokens, {rate:.0f} tokens/s")
     for decision in reversed(decisions):
         print(f"    {decision['time']}  {decision['reason']}")

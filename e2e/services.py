@@ -4,8 +4,8 @@ import json
 import subprocess
 from typing import Any
 
-from e2e.access import Cluster, condition, wait_for
-from e2e.load import Report, from_json
+from busload_runtime.bench.outcome import Level, levels_from_json
+from e2e.access import Cluster, NotReached, condition, wait_for
 
 
 def manifest(name: str, **spec: Any) -> dict[str, Any]:
@@ -71,19 +71,25 @@ def pods(cluster: Cluster, namespace: str, name: str) -> list[dict[str, Any]]:
 
 
 class Load:
-    """A running load client inside the cluster's network."""
+    """A running `busload bench` inside the cluster's network: clients in a closed loop.
+
+    Options are its flags. SIGTERM (`process.terminate()`) lets running requests finish.
+    """
 
     def __init__(self, cluster: Cluster, namespace: str, name: str, **options: object) -> None:
         self._reach = cluster.reach(namespace, name)
         url, prefix = self._reach.__enter__()
-        arguments = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
-        self.process = cluster.program(prefix, "e2e.load", f"--url={url}/v1", f"--model={name}", *arguments)
+        # Words, as real clients send them; every request in the report, whose reader decides what a failure means.
+        flags = ["--warmup=0", "--prompt=words", "--input-tokens=16", "--json=-", "--records", "--allow-errors"]
+        flags += [f"--{key.replace('_', '-')}={value}" for key, value in ({"seconds": 600} | options).items()]
+        command = ("bench", f"--url={url}/v1", f"--model={name}", *flags)
+        self.process = cluster.program(prefix, "busload_operator.cli", *command)
 
     def running(self) -> bool:
         return self.process.poll() is None
 
-    def report(self, seconds: float = 600) -> Report:
-        """Waits for the client's end and returns what it saw."""
+    def report(self, seconds: float = 600) -> Level:
+        """Waits for the client's end and returns what it saw. Raises `NotReached` when it saw nothing."""
         try:
             output, errors = self.process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -91,5 +97,7 @@ class Load:
             raise
         finally:
             self._reach.__exit__(None, None, None)
-        assert self.process.returncode == 0, errors
-        return from_json(output)
+        if self.process.returncode != 0:
+            raise NotReached(f"the load client failed: {errors.strip() or 'it was ended before it began'}")
+        (level,) = levels_from_json(json.loads(output))
+        return level

@@ -10,7 +10,7 @@ from e2e.access import Cluster, wait_for
 def test_a_burst_raises_the_batch_limit_first(operator: Cluster, namespace: str) -> None:
     services.apply(operator, namespace, services.manifest("chat"))
     services.wait_ready(operator, namespace, "chat")
-    load = services.Load(operator, namespace, "chat", requests=100000, concurrency=32, max_tokens=128)
+    load = services.Load(operator, namespace, "chat", requests=100000, concurrency=32, output_tokens=128)
 
     def settled() -> dict[str, Any] | None:
         decisions = services.get(operator, namespace, "chat")["status"].get("decisions", [])
@@ -34,5 +34,5 @@ def test_a_burst_raises_the_batch_limit_first(operator: Cluster, namespace: str)
         window = first["outcome"][f"{when}Window"]
         start, end = (datetime.fromisoformat(t).timestamp() for t in (window["from"], window["to"]))
         told = float(first["outcome"][f"tokensPerSecond{when.capitalize()}"])
-        seen = report.rate(start, end)
+        seen = report.rate_between(start, end)
         assert abs(told - seen) <= 0.15 * seen, f"{when}: status says {told}, the client saw {seen:.1f} tokens/s"

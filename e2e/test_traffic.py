@@ -16,7 +16,7 @@ def test_rolling_update_and_scale_down_lose_no_request(operator: Cluster, namesp
     wait_for(lambda: len(running(operator, namespace)) == 2, 180, "two ready pods")
     before = {pod["metadata"]["name"] for pod in services.pods(operator, namespace, "chat")}
 
-    options = {"requests": 100000, "concurrency": 4, "max_tokens": 24, "connections": connections}
+    options = {"requests": 100000, "concurrency": 4, "output_tokens": 24, "connections": connections}
     load = services.Load(operator, namespace, "chat", **options)
     try:
         time.sleep(3)

@@ -6,28 +6,19 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fake_openai import Behaviour, FakeOpenAI, serving
 
 from busload_runtime.bench.outcome import levels_from_json
-from e2e.bench.server import BusloadServer, serve
+from e2e.bench.server import BusloadServer
 
 COMMAND = (sys.executable, "-m", "busload_operator.cli", "bench")
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=120)
-
-
-@pytest.fixture(scope="module")
-def real() -> Iterator[BusloadServer]:
-    with serve(
-        "--batch-size=4", "--max-sequence-length=1024", "--max-queued-requests=1", "--memory=1500000000"
-    ) as server:
-        yield server
 
 
 def test_a_real_server_gives_what_was_asked_for(real: BusloadServer, tmp_path: Path) -> None:
