@@ -40,7 +40,7 @@ class Fault:
     @classmethod
     def parse(cls, text: str) -> "Fault":
         """`KIND:POD@AT+SECONDS`, as in `silent:0@600+120`. Raises `SetupError`."""
-        kinds = "KIND: " + ", ".join(FaultKind)
+        kinds = ", ".join(FaultKind)
         try:
             kind, rest = text.split(":", 1)
             pod, when = rest.split("@", 1)
