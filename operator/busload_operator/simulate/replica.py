@@ -123,11 +123,10 @@ class Replica:
         return self._clock
 
     def outstanding_tokens(self, now: float) -> int:
-        """Tokens in the KV cache, and of prompts that wait for it."""
-        levels = self._scheduler.levels()
-        decoded = bisect_right(self._ends, now) * levels.running if self._plan is None else 0
+        """Tokens of all requests here, prompts that are not computed yet included."""
+        decoded = bisect_right(self._ends, now) * self._scheduler.levels().running if self._plan is None else 0
         waiting = sum(job.arrival.prompt for job in self._inbox)
-        return levels.kv_tokens + levels.queued_prompt_tokens + decoded + waiting
+        return sum(len(request.tokens) for request in self._requests.values()) + decoded + waiting
 
     # What happens to it.
 
