@@ -12,7 +12,7 @@ from busload_runtime.model.weights import WeightFile
 Array: TypeAlias = NDArray[np.float64]
 
 _GROUP = 32
-_TILE = 32
+_SPAN = 128
 
 
 def logits(weights: WeightFile, tokens: Sequence[int]) -> Array:
@@ -39,7 +39,7 @@ def logits(weights: WeightFile, tokens: Sequence[int]) -> Array:
 
 
 def _attend(queries: Array, keys: Array, values: Array, scales: Array) -> Array:
-    """Causal. In each tile of 32 tokens softmax weights times value scales are rounded to 255 steps of their largest
+    """Causal. In each span of 128 tokens softmax weights times value scales are rounded to 255 steps of their largest
     possible product."""
     n, heads, dim = queries.shape
     result = np.empty_like(queries)
@@ -50,8 +50,8 @@ def _attend(queries: Array, keys: Array, values: Array, scales: Array) -> Array:
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
         weights /= weights.sum(axis=1, keepdims=True)
         visible = np.tril(np.broadcast_to(scales[:, kv], (n, n)))
-        for first in range(0, n, _TILE):
-            tile = slice(first, first + _TILE)
+        for first in range(0, n, _SPAN):
+            tile = slice(first, first + _SPAN)
             top = weights[:, tile].max(axis=1, keepdims=True) * visible[:, tile].max(axis=1, keepdims=True)
             whole = np.divide(
                 weights[:, tile] * visible[:, tile], top, out=np.zeros((n, len(range(n)[tile]))), where=top > 0

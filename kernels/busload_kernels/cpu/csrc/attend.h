@@ -1,208 +1,352 @@
-// Grouped-query attention over the paged int8 cache, 32 keys at a time with a running maximum (online softmax, Milakov
-// and Gimelshein 2018; Dao et al. 2022). Each row is computed alone inside the loops and masked keys leave no trace, so
-// it does not matter which rows share a call: a token of a prompt piece and the same token decoded by itself get equal
-// bits.
+// Grouped-query attention over the paged int8 cache with a running maximum (online softmax, Milakov and Gimelshein 2018;
+// Dao et al. 2022), for up to kAttendRows queries at once.
+//
+// Keys are taken in spans and spans in segments whose borders lie at fixed positions. A span has one maximum per row, and
+// its weights become bytes relative to it; a segment has its own sums, which are folded in order. Each row is computed
+// alone inside the loops, and keys that a row does not see leave no trace. So it does not matter which rows share a call,
+// or who computes a segment: a token of a prompt piece and the same token decoded by itself get equal bits.
 #pragma once
 #include "rows.h"
 
 namespace {
 
 constexpr float kMasked = -1e30f;
-constexpr int kRowsAtOnce = 4;  // use a line of keys or values while it is in a register
+constexpr int kUnroll = 4;  // lines of 4 dims or 4 tokens
+constexpr int kSpan = kSpanBlocks * kBlockTokens;
 
-struct TileView {
-  const uint8_t* keys;
-  const uint8_t* values;
-  const float* key_scale;
-  const float* value_scale;
-  int first;  // position of the first key
+// Softmax-weighted values over a range of keys: for each row out[head_dim] and the sum of the weights by lane [16]; what
+// both are relative to is log2 of the largest weight.
+struct Sums {
+  float* base;
+  int dim;
+  float* peaks() const { return base; }
+  float* out(int row) const { return base + kAttendRows + 16 + row * (int64_t)(dim + 16); }
+  float* mass(int row) const { return out(row) + dim; }
+  void clear(int rows) const {
+    for (int r = 0; r < kAttendRows; r += 16) store(peaks() + r, splat(kMasked));
+    for (int r = 0; r < rows; r++)
+      for (int d = 0; d < dim + 16; d += 16) store(out(r) + d, splat(0));
+  }
 };
 
-// What one tile says to each row: softmax weights times value scale as bytes, and what they are relative to.
-struct Weights {
-  alignas(64) uint8_t bytes[kAttendRows][kBlockTokens];
-  alignas(64) float peak[kAttendRows];   // log2 of the largest weight
-  alignas(64) float scale[kAttendRows];  // of the bytes
-  alignas(64) float mass[kAttendRows][16];  // sums of the weights, by lane
-};
+// 2^x for x <= 0, relative error 3e-6 (weights are rounded to bytes), exact at 0. The polynomial is the minimax fit of
+// 2^f, |f| <= 1/2, with a constant of 1.
+inline F16 exp2_weight(F16 x) {
+  const F16 shift = splat(12582912.f);  // 1.5 * 2^23: sums with it have no fraction bits
+  const F16 whole = sub(add(x, shift), shift), f = sub(x, whole);
+  F16 p = splat(9.58285294e-3f);
+  p = fma(p, f, splat(5.59064262e-2f));
+  p = fma(p, f, splat(2.40240991e-1f));
+  p = fma(p, f, splat(6.93124175e-1f));
+  p = fma(p, f, splat(1.f));
+  return times_small_power(p, whole);
+}
 
-struct State {
-  alignas(64) float peak[kAttendRows];
-  alignas(64) float mass[kAttendRows][16];
-  alignas(64) float out[kAttendRows][kMaxHeadDim];
+// Brings the maxima of 16 rows from `peaks` to those that also hold for `more`. Returns the factors of sums that were
+// relative to either. One of a row's factors is 1: a row that sees nothing of a range keeps its sums to the bit.
+struct Factors {
+  alignas(64) float before[16], more[16];
 };
+inline Factors raise(float* peaks, const float* more) {
+  Factors factors;
+  const F16 before = load(peaks), after = max(before, load(more));
+  store(factors.before, exp2_weight(sub(before, after)));
+  store(factors.more, exp2_weight(sub(load(more), after)));
+  store(peaks, after);
+  return factors;
+}
 
+// sums += more
+inline void fold(const Sums& sums, const Sums& more, int rows) {
+  for (int first = 0; first < rows; first += 16) {
+    const Factors factors = raise(sums.peaks() + first, more.peaks() + first);
+    for (int r = first; r < rows && r < first + 16; r++)
+      for (int i = 0; i < sums.dim + 16; i += 16)
+        store(sums.out(r) + i, fma(load(more.out(r) + i), splat(factors.more[r - first]),
+                                   mul(load(sums.out(r) + i), splat(factors.before[r - first]))));
+  }
+}
+
+// The queries of a job: for each kRowsAtOnce rows words of 4 dims, row by row, so that one pointer reaches all of them.
 struct Rows {
   const AttendJob& job;
-  int group = job.model->heads / job.model->kv_heads;
-  int64_t query(int r) const { return (int64_t)(job.row + r / group) * job.model->heads + job.kv_head * group + r % group; }
+  const int group, count;
+  DotKeys::Word words[kAttendRows / kRowsAtOnce][kMaxHeadDim / 4][kRowsAtOnce];
+  float scale[kAttendRows];
+  int32_t bias[kAttendRows];
+
+  explicit Rows(const AttendJob& j) : job(j), group(j.model->heads / j.model->kv_heads), count(j.count * group) {
+    const int dim = job.model->head_dim;
+    for (int r = 0; r < count; r++) {
+      const int64_t index = (int64_t)(job.row + r / group) * job.model->heads + job.kv_head * group + r % group;
+      for (int i = 0; i < dim / 4; i++)
+        words[r / kRowsAtOnce][i][r % kRowsAtOnce] = DotKeys::word(job.queries.q + index * dim + 4 * i);
+      scale[r] = job.queries.scale[index];
+      bias[r] = -DotKeys::kBias * job.queries.sum[index];
+    }
+  }
   int position(int r) const { return job.position + r / group; }
+  int oldest(int r) const { return job.window && position(r) >= job.window ? position(r) - job.window + 1 : 0; }
 };
 
+// Blocks begin..end of a span, and what to fetch meanwhile: the same place of the tiles that come next.
+struct Span {
+  const uint8_t* tile[kSpanBlocks];
+  const uint8_t* next[kSpanBlocks];
+  int begin, end;
+  int first;  // position of the first key of block 0
+
+  Span seen_by(int oldest, int newest) const {
+    Span part = *this;
+    const int low = (oldest - first) / kBlockTokens, high = (newest - first + kBlockTokens) / kBlockTokens;
+    if (low > begin) part.begin = low;
+    if (high < end) part.end = high;
+    return part;
+  }
+};
+
+// Of one block, without the scales of the queries. Not inlined: gcc would spill the sums for the sake of what is around.
 template <int Count>
-inline void scores(const TileView& tile, const Rows& rows, int first_row, F16 (*score)[2]) {
-  const AttendJob& job = rows.job;
-  const int dim = job.model->head_dim;
-  const int8_t* query[Count];
+__attribute__((noinline)) void scores(const uint8_t* tile, const uint8_t* next, const Rows& rows, int first_row,
+                                      float* out) {
+  const int dim = rows.job.model->head_dim;
+  const DotKeys::Word(*query)[kRowsAtOnce] = rows.words[first_row / kRowsAtOnce];
+  const float* key_scale = (const float*)(tile + 2 * kBlockTokens * dim);
+#pragma GCC unroll 2
+  for (int part = 0; part < kBlockTokens / 16; part += kScoreParts) {
+    I16 total[Count][kScoreParts];
 #pragma GCC unroll 8
-  for (int r = 0; r < Count; r++) query[r] = job.queries.q + rows.query(first_row + r) * dim;
-  // Both halves of the tile at once: a dot product waits for the one before it, and four rows alone leave gaps.
-  typename DotBytes::Sum total[Count][2];
-#pragma GCC unroll 8
-  for (int r = 0; r < Count; r++) total[r][0] = total[r][1] = DotBytes::zero();
+    for (int r = 0; r < Count; r++)
+#pragma GCC unroll 2
+      for (int p = 0; p < kScoreParts; p++) total[r][p] = splat_int(rows.bias[first_row + r]);
+    const uint8_t* keys = tile + part * 16 * dim;
+    for (int i = 0; i < dim / 4; i += kUnroll, keys += 64 * kUnroll) {
+      if (next)
+        for (int j = 0; j < kUnroll * kScoreParts; j++)
+          __builtin_prefetch(next + (keys - tile) + 64 * (j % kUnroll) + j / kUnroll * 16 * dim, 0, 2);
 #pragma GCC unroll 4
-  for (int i = 0; i < dim; i += 4) {
-    const Line first = load_line(tile.keys + 16 * i), second = load_line(tile.keys + 16 * dim + 16 * i);
-#pragma GCC unroll 8
-    for (int r = 0; r < Count; r++) {
-      const int32_t word = load_word(query[r] + i);
-      DotBytes::step(total[r][0], first, word);
-      DotBytes::step(total[r][1], second, word);
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < Count; r++) {
-    const int64_t index = rows.query(first_row + r);
-    const I16 bias = splat_int(-DotBytes::kBias * job.queries.sum[index]);
-    const F16 scale = splat(job.queries.scale[index]);
-    for (int part = 0; part < 2; part++)
-      score[r][part] = mul(to_float(add_int(DotBytes::total(total[r][part]), bias)), mul(load(tile.key_scale + 16 * part), scale));
-  }
-}
-
-template <int Count, bool Masked>
-void weigh(const TileView& tile, const Rows& rows, int first_row, Weights& out) {
-  F16 score[Count][2];
-  scores<Count>(tile, rows, first_row, score);
-  F16 value_scale[2] = {load(tile.value_scale), load(tile.value_scale + 16)};
-  float top = largest(max(value_scale[0], value_scale[1]));
-#pragma GCC unroll 8
-  for (int r = 0; r < Count; r++) {
-    const int row = first_row + r, position = rows.position(row) - tile.first;
-    const int low = rows.job.window ? position - rows.job.window + 1 : 0, high = position + 1;  // keys this row sees
-    auto seen = [&](F16 v, int part, float otherwise) { return keep_between(v, count_up(16 * part), low, high, splat(otherwise)); };
-    if (Masked) {
+      for (int j = 0; j < kUnroll; j++) {
+        DotKeys::Operand line[kScoreParts];
 #pragma GCC unroll 2
-      for (int part = 0; part < 2; part++) {
-        score[r][part] = seen(score[r][part], part, kMasked);
-        value_scale[part] = seen(load(tile.value_scale + 16 * part), part, 0);
+        for (int p = 0; p < kScoreParts; p++) line[p] = DotKeys::prepare(load_line(keys + 64 * j + p * 16 * dim));
+#pragma GCC unroll 8
+        for (int r = 0; r < Count; r++)
+#pragma GCC unroll 2
+          for (int p = 0; p < kScoreParts; p++) DotKeys::step(total[r][p], line[p], query[i + j][r]);
       }
-      top = largest(max(value_scale[0], value_scale[1]));
     }
-    const float peak = largest(max(score[r][0], score[r][1]));
-    const F16 inverse = splat(top > 0 ? 255.f / top : 0.f);
-    F16 weight[2];
+#pragma GCC unroll 8
+    for (int r = 0; r < Count; r++)
 #pragma GCC unroll 2
-    for (int part = 0; part < 2; part++) {
-      weight[part] = exp2_below(sub(score[r][part], splat(peak)));
-      if (Masked) weight[part] = seen(weight[part], part, 0);
-      store_bytes(out.bytes[row] + 16 * part, round_int(mul(weight[part], mul(value_scale[part], inverse))));
-    }
-    out.peak[row] = peak;
-    out.scale[row] = top * (1.f / 255);
-    store(out.mass[row], add(weight[0], weight[1]));
+      for (int p = 0; p < kScoreParts; p++)
+        store(out + r * kSpan + 16 * (part + p), mul(to_float(total[r][p]), load(key_scale + 16 * (part + p))));
   }
 }
 
-// Brings tile and state to one maximum; afterwards weights.peak is the factor of each row's sums, weights.scale that
-// of its bytes.
-inline void settle(Weights& weights, State& state, int rows, int dim) {
-  static_assert(kAttendRows == 16);
-  const F16 before = load(state.peak), tile = load(weights.peak), peak = max(before, tile);
-  const F16 factor = exp2_below(sub(tile, peak));
-  store(weights.peak, factor);
-  store(weights.scale, mul(load(weights.scale), factor));
-  if (largest(sub(peak, before)) > 0) {
-    alignas(64) float decay[16];
-    store(decay, exp2_below(sub(before, peak)));
-    for (int r = 0; r < rows; r++) {
-      if (decay[r] == 1) continue;
-      const F16 by = splat(decay[r]);
-      store(state.mass[r], mul(load(state.mass[r]), by));
-      for (int d = 0; d < dim; d += 16) store(state.out[r] + d, mul(load(state.out[r] + d), by));
+// What a weight is multiplied with to become a byte: value scale over the largest one seen, times 255.
+struct ByteScale {
+  alignas(64) float factor[kSpan];
+  float step;  // of a byte
+
+  void set(const Span& span, int dim, int low, int high) {
+    F16 top = splat(0);
+    for (int b = span.begin; b < span.end; b++)
+      for (int i = 0; i < kBlockTokens; i += 16) {
+        const F16 scale = load((const float*)(span.tile[b] + 2 * kBlockTokens * dim) + kBlockTokens + i);
+        const F16 seen = keep_between(scale, count_up(b * kBlockTokens + i), low, high, splat(0));
+        store(factor + b * kBlockTokens + i, seen);
+        top = max(top, seen);
+      }
+    const float largest_scale = largest(top);
+    step = largest_scale * (1.f / 255);
+    const F16 inverse = splat(largest_scale > 0 ? 255.f / largest_scale : 0.f);
+    for (int i = span.begin * kBlockTokens; i < span.end * kBlockTokens; i += 16)
+      store(factor + i, mul(load(factor + i), inverse));
+  }
+};
+
+// Kept for the rows that are computed at once.
+struct Weights {
+  alignas(64) float score[kRowsAtOnce][kSpan];
+  alignas(64) DotValues::Word words[kRowsAtOnce][kSpan / 4];
+  alignas(64) float peak[16];  // by row: log2 of the largest weight
+  float step[kRowsAtOnce];     // of a byte
+  Factors factors;
+};
+
+// Which keys of a span a row sees.
+struct Seen {
+  int low, high;
+  F16 operator()(F16 v, int first, float otherwise) const {
+    return keep_between(v, count_up(first), low, high, splat(otherwise));
+  }
+};
+
+template <bool Masked>
+inline float peak_of(const Span& span, const float* score, Seen seen) {
+  F16 top = splat(kMasked);
+  for (int i = span.begin * kBlockTokens; i < span.end * kBlockTokens; i += 16)
+    top = max(top, Masked ? seen(load(score + i), i, kMasked) : load(score + i));
+  return largest(top);
+}
+
+// A row's scores to bytes. Returns the sum of the weights by lane.
+template <bool Masked>
+inline F16 soften(const Span& span, const float* score, float scale, float peak, const ByteScale& to_byte, Seen seen,
+                  DotValues::Word* words) {
+  F16 mass = splat(0);
+  for (int i = span.begin * kBlockTokens; i < span.end * kBlockTokens; i += kBlockTokens) {
+    I16 rounded[2];
+#pragma GCC unroll 2
+    for (int p = 0; p < 2; p++) {
+      const int at = i + 16 * p;
+      F16 weight = exp2_weight(fma(load(score + at), splat(scale), splat(-peak)));
+      if (Masked) weight = seen(weight, at, 0);
+      mass = add(mass, weight);
+      rounded[p] = round_int(mul(weight, load(to_byte.factor + at)));
     }
-    store(state.peak, peak);
+    DotValues::store(words + i / 4, rounded[0], rounded[1]);
+  }
+  return mass;
+}
+
+// Scores of `count` rows to weights; the sums' maxima and weight sums follow, their values are left to add_values.
+template <bool Masked>
+__attribute__((noinline)) void weigh(const Span& span, const Rows& rows, int first_row, int count, ByteScale& to_byte,
+                                     const Sums& sums, Weights& weights) {
+  const auto seen = [&](int r) { return Seen{rows.oldest(r) - span.first, rows.position(r) - span.first + 1}; };
+  store(weights.peak, splat(kMasked));
+  for (int r = 0; r < count; r++)
+    weights.peak[r] = peak_of<Masked>(span, weights.score[r], seen(first_row + r)) * rows.scale[first_row + r];
+  weights.factors = raise(sums.peaks() + first_row, weights.peak);
+  for (int r = 0; r < count; r++) {
+    const int row = first_row + r;
+    if (Masked) to_byte.set(span, sums.dim, seen(row).low, seen(row).high);
+    const F16 mass =
+        soften<Masked>(span, weights.score[r], rows.scale[row], weights.peak[r], to_byte, seen(row), weights.words[r]);
+    store(sums.mass(row),
+          fma(mass, splat(weights.factors.more[r]), mul(load(sums.mass(row)), splat(weights.factors.before[r]))));
+    weights.step[r] = weights.factors.more[r] * to_byte.step;
   }
 }
 
 template <int Count>
-void add_values(const TileView& tile, const Weights& weights, int first_row, int dim, State& state) {
-  for (int d = 0; d < dim; d += 16) {
-    typename DotWeights::Sum total[Count];
+__attribute__((noinline)) void add_values(const Span& span, const Weights& weights, int first_row, bool fetch,
+                                          const Sums& sums) {
+  const int dim = sums.dim;
+  for (int d = 0; d < dim; d += 16 * kValueParts) {
+    I16 total[Count][kValueParts];
 #pragma GCC unroll 8
-    for (int r = 0; r < Count; r++) total[r] = DotWeights::zero();
+    for (int r = 0; r < Count; r++)
+#pragma GCC unroll 2
+      for (int p = 0; p < kValueParts; p++) total[r][p] = splat_int(0);
+    for (int b = span.begin; b < span.end; b++) {
+      const int64_t offset = kBlockTokens * dim + 4 * d;
+      const uint8_t* values = span.tile[b] + offset;
+      const uint8_t* next = fetch ? span.next[b] : nullptr;
+      const DotValues::Word* words = weights.words[0] + b * (kBlockTokens / 4);
+      if (next)
+        for (int t = 0; t < kBlockTokens; t += 4)
+          for (int p = 0; p < kValueParts; p++) __builtin_prefetch(next + offset + t * dim + 64 * p, 0, 2);
 #pragma GCC unroll 8
-    for (int t = 0; t < kBlockTokens; t += 4) {
-      Line line = load_line(tile.values + t * dim + 4 * d);
+      for (int g = 0; g < kBlockTokens / 4; g++) {
+        DotValues::Operand line[kValueParts];
+#pragma GCC unroll 2
+        for (int p = 0; p < kValueParts; p++) line[p] = DotValues::prepare(load_line(values + 4 * g * dim + 64 * p));
 #pragma GCC unroll 8
-      for (int r = 0; r < Count; r++) DotWeights::step(total[r], line, load_word(weights.bytes[first_row + r] + t));
+        for (int r = 0; r < Count; r++) {
+          const DotValues::Word& word = words[r * (kSpan / 4) + DotValues::place(g)];
+#pragma GCC unroll 2
+          for (int p = 0; p < kValueParts; p++) DotValues::step(total[r][p], line[p], word);
+        }
+      }
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < Count; r++) {
-      float* out = state.out[first_row + r] + d;
-      store(out, fma(to_float(DotWeights::total(total[r])), splat(weights.scale[first_row + r]), load(out)));
-    }
+    for (int r = 0; r < Count; r++)
+#pragma GCC unroll 2
+      for (int p = 0; p < kValueParts; p++) {
+        float* out = sums.out(first_row + r) + d + 16 * p;
+        const F16 more = mul(to_float(total[r][p]), splat(weights.step[r]));
+        store(out, fma(load(out), splat(weights.factors.before[r]), more));
+      }
   }
 }
 
-// f(constant row count, first row) for rows in fours and the rest.
-template <class F>
-inline void by_rows(int rows, F f) {
-  using std::integral_constant;
-  int r = 0;
-  for (; r + kRowsAtOnce <= rows; r += kRowsAtOnce) f(integral_constant<int, kRowsAtOnce>{}, r);
-  switch (rows - r) {
-    case 3: f(integral_constant<int, 3>{}, r); break;
-    case 2: f(integral_constant<int, 2>{}, r); break;
-    case 1: f(integral_constant<int, 1>{}, r); break;
+// f(integral_constant count) for a count known only at run time.
+template <int Most, class F>
+inline void with_count(int count, F f) {
+  if constexpr (Most > 1)
+    if (count < Most) return with_count<Most - 1>(count, f);
+  f(std::integral_constant<int, Most>{});
+}
+
+// One span for all rows, kRowsAtOnce at a time.
+void attend_span(const Span& all, const Rows& rows, const Sums& sums) {
+  const int dim = sums.dim;
+  Weights weights;
+  ByteScale bytes;
+  bool whole_span = false;  // `bytes` is that of the whole span
+  for (int row = 0; row < rows.count; row += kRowsAtOnce) {
+    const int count = rows.count - row < kRowsAtOnce ? rows.count - row : kRowsAtOnce;
+    const Span span = all.seen_by(rows.oldest(row), rows.position(row + count - 1));
+    const bool masked = rows.position(row) < span.first + kSpan - 1 || rows.oldest(row + count - 1) > span.first;
+    if (!masked && !whole_span) bytes.set(span, dim, 0, kSpan), whole_span = true;
+    with_count<kRowsAtOnce>(count, [&](auto n) {
+      for (int b = span.begin; b < span.end; b++)
+        scores<n>(span.tile[b], row ? nullptr : span.next[b], rows, row, weights.score[0] + b * kBlockTokens);
+      if (masked)
+        weigh<true>(span, rows, row, n, bytes, sums, weights), whole_span = false;
+      else
+        weigh<false>(span, rows, row, n, bytes, sums, weights);
+      add_values<n>(span, weights, row, row == 0, sums);
+    });
+  }
+}
+
+// Sums over one segment of the keys, as far as rows see it.
+void attend_segment(const Rows& rows, int segment, const Sums& sums) {
+  const AttendJob& job = rows.job;
+  sums.clear(rows.count);
+  const int64_t head = job.kv_head * kv_tile_bytes(sums.dim);
+  const auto tile = [&](int b) { return job.kv + job.blocks[b] * job.block_bytes + head; };
+  const int begin = rows.oldest(0) / kBlockTokens, end = rows.position(rows.count - 1) / kBlockTokens + 1;
+  for (int first = segment * kSegmentBlocks; first < (segment + 1) * kSegmentBlocks; first += kSpanBlocks) {
+    Span span;
+    span.first = first * kBlockTokens;
+    span.begin = begin > first ? begin - first : 0;
+    span.end = end - first < kSpanBlocks ? end - first : kSpanBlocks;
+    for (int b = span.begin; b < span.end; b++) {
+      const int ahead = first + b + kSpanBlocks;
+      span.tile[b] = tile(first + b);
+      span.next[b] = ahead < end ? tile(ahead) : job.next[ahead - end];
+    }
+    if (span.begin < span.end) attend_span(span, rows, sums);
+  }
+}
+
+// The result of a job's rows: out / sum of the weights, quantised.
+void finish(const Rows& rows, const Sums& sums) {
+  const AttendJob& job = rows.job;
+  for (int r = 0; r < rows.count; r++) {
+    const F16 inverse = splat(1.f / sum(load(sums.mass(r))));
+    const int column = (job.kv_head * rows.group + r % rows.group) * sums.dim;
+    for (int d = 0; d < sums.dim; d += kGroup)
+      quantise_group(mul(load(sums.out(r) + d), inverse), mul(load(sums.out(r) + d + 16), inverse), job.out,
+                     job.row + r / rows.group, (column + d) / kGroup);
   }
 }
 
 void attend(const AttendJob& job) {
-  const BlModel& m = *job.model;
-  const Rows rows{job};
-  const int dim = m.head_dim, count = job.count * rows.group;
-  State state;
-  Weights weights;
-  for (int r = 0; r < kAttendRows; r++) {
-    state.peak[r] = weights.peak[r] = kMasked;
-    weights.scale[r] = 0;
-    store(state.mass[r], splat(0));
-    for (int d = 0; d < dim; d += 16) store(state.out[r] + d, splat(0));
+  alignas(64) float memory[2][attend_sums(kMaxHeadDim, kAttendRows)];
+  const Rows rows(job);
+  const Sums total{memory[0], job.model->head_dim}, part{memory[1], job.model->head_dim};
+  total.clear(rows.count);
+  const int segment_tokens = kSegmentBlocks * kBlockTokens;
+  for (int s = rows.oldest(0) / segment_tokens; s <= rows.position(rows.count - 1) / segment_tokens; s++) {
+    attend_segment(rows, s, part);
+    fold(total, part, rows.count);
   }
-  const int last = job.position + job.count - 1;
-  const int oldest = job.window && job.position >= job.window ? job.position - job.window + 1 : 0;
-  const int final = last / kBlockTokens;
-  const auto at = [&](int b) { return job.kv + job.blocks[b] * job.block_bytes + job.kv_head * kv_tile_bytes(dim); };
-  const auto fetch = [&](const uint8_t* tile) {
-    if (!tile) return;
-    for (int64_t i = 0; i < kv_tile_bytes(dim); i += 64) __builtin_prefetch(tile + i, 0, 2);  // to L2
-  };
-  for (int b = oldest / kBlockTokens; b <= final; b++) {
-    const uint8_t* base = at(b);
-    fetch(b + kFetchAhead <= final ? at(b + kFetchAhead) : job.next[b + kFetchAhead - final - 1]);
-    const float* scales = (const float*)(base + 2 * kBlockTokens * dim);
-    const TileView tile{base, base + kBlockTokens * dim, scales, scales + kBlockTokens, b * kBlockTokens};
-    const bool whole = tile.first + kBlockTokens - 1 <= job.position && (!job.window || tile.first > last - job.window);
-    by_rows(count, [&](auto n, int r) {
-      whole ? weigh<n, false>(tile, rows, r, weights) : weigh<n, true>(tile, rows, r, weights);
-    });
-    settle(weights, state, count, dim);
-    by_rows(count, [&](auto n, int r) {
-      for (int i = r; i < r + n; i++)
-        store(state.mass[i], fma(load(weights.mass[i]), splat(weights.peak[i]), load(state.mass[i])));
-      add_values<n>(tile, weights, r, dim, state);
-    });
-    store(weights.peak, splat(kMasked));  // rows that are not there
-    store(weights.scale, splat(0));
-  }
-  for (int r = 0; r < count; r++) {
-    const F16 inverse = splat(1.f / sum(load(state.mass[r])));
-    const int column = (job.kv_head * rows.group + r % rows.group) * dim;
-    for (int d = 0; d < dim; d += kGroup)
-      quantise_group(mul(load(state.out[r] + d), inverse), mul(load(state.out[r] + d + 16), inverse), job.out,
-                     job.row + r / rows.group, (column + d) / kGroup);
-  }
+  finish(rows, total);
 }
 
 }  // namespace

@@ -260,7 +260,7 @@ struct Pass {
   static void first_tiles(const AttendJob& job, const uint8_t** tiles) {
     const int first = job.window && job.position >= job.window ? (job.position - job.window + 1) / kBlockTokens : 0;
     const int last = (job.position + job.count - 1) / kBlockTokens;
-    for (int i = 0; i < kFetchAhead && first + i <= last; i++)
+    for (int i = 0; i < kSpanBlocks && first + i <= last; i++)
       tiles[i] = job.kv + job.blocks[first + i] * job.block_bytes + job.kv_head * kv_tile_bytes(job.model->head_dim);
   }
 

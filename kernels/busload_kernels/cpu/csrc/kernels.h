@@ -15,8 +15,9 @@ struct RopeRow {
   const float* sine;
 };
 
-// Tiles of the KV cache fetched ahead of the one that is computed: memory takes longer than one tile's arithmetic.
-constexpr int kFetchAhead = 2;
+// Attention takes keys in spans of so many blocks, which share one maximum, and spans in segments, which are summed apart:
+// see attend.h. Tiles are fetched one span ahead.
+constexpr int kSpanBlocks = 4, kSegmentBlocks = 16;
 
 // Consecutive tokens of one request that attend together.
 struct AttendJob {
@@ -29,10 +30,12 @@ struct AttendJob {
   const int32_t* blocks;   // block table of the request
   const uint8_t* kv;       // cache of this layer: block b, this kv head at kv + b * block_bytes
   int64_t block_bytes;
-  const uint8_t* next[kFetchAhead];  // the first tiles of the job that probably follows; NULL: none
+  const uint8_t* next[kSpanBlocks];  // the first tiles of the job that probably follows; NULL: none
   Activations out;         // columns of this kv head's query heads are written
 };
-constexpr int kAttendRows = 16;
+constexpr int kAttendRows = 32;
+// Floats of the sums of `rows` rows over some keys.
+constexpr int attend_sums(int head_dim, int rows) { return kAttendRows + 16 + rows * (head_dim + 16); }
 
 struct Kernels {
   const char* name;

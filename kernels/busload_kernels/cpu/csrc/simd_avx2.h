@@ -11,6 +11,8 @@ struct Line { __m256i a, b; };  // 8 outputs x 4 inputs each
 
 // 4 rows x 16 outputs are 8 of 16 registers; more rows spill.
 constexpr int kWideRows = 4, kWideTiles = 1, kDirectRows = 4;
+// Attention: queries at once, and how many times 16 keys or dims.
+constexpr int kRowsAtOnce = 4, kScoreParts = 1, kValueParts = 1;
 
 // gcc 12 turns a chain of 16-bit additions into a tree, computes all products first and spills every one of them. An
 // empty asm that reads and writes the sum keeps the order (209 -> 293 GOPS on a Zen5).
@@ -57,6 +59,8 @@ inline __m256 times_power_of_two(__m256 v, __m256 whole) {
 inline F16 times_power_of_two(F16 v, F16 whole) {
   return {times_power_of_two(v.a, whole.a), times_power_of_two(v.b, whole.b)};
 }
+// v * 2^whole for whole <= 0
+inline F16 times_small_power(F16 v, F16 whole) { return times_power_of_two(v, max(whole, splat(-126))); }
 inline int32_t sum_int(I16 v) {
   __m256i x = _mm256_add_epi32(v.a, v.b);
   __m128i y = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
@@ -140,20 +144,58 @@ struct DotBytes {
   }
   static I16 total(Sum sum) { return sum; }
 };
-// Line signed, activations 0..255: even and odd bytes are widened apart.
-struct DotWeights {
-  using Sum = I16;
-  static Sum zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-  static __m256i half(__m256i w, __m256i x) {
-    __m256i even = _mm256_madd_epi16(_mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8), _mm256_and_si256(x, _mm256_set1_epi16(255)));
-    return _mm256_add_epi32(even, _mm256_madd_epi16(_mm256_srai_epi16(w, 8), _mm256_srli_epi16(x, 8)));
+
+// Attention. Keys are bytes with a bias against signed queries; values are signed against weights 0..255. A Word is what 4
+// queries or weights are multiplied as, an Operand a line made ready for several of them. Here both are 16-bit, first and
+// third of the four in one register, second and fourth in the other: `vpmaddubsw` would saturate, and mending that costs
+// more than widening once.
+struct Widened { __m256i even[2], odd[2]; };
+struct EvenOdd { int32_t even, odd; };
+
+inline void step_widened(I16& sum, const Widened& line, const EvenOdd& word) {
+  const __m256i even = _mm256_set1_epi32(word.even), odd = _mm256_set1_epi32(word.odd);
+  sum.a = _mm256_add_epi32(sum.a, _mm256_madd_epi16(line.even[0], even));
+  pin(sum.a);
+  sum.b = _mm256_add_epi32(sum.b, _mm256_madd_epi16(line.even[1], even));
+  pin(sum.b);
+  sum.a = _mm256_add_epi32(sum.a, _mm256_madd_epi16(line.odd[0], odd));
+  pin(sum.a);
+  sum.b = _mm256_add_epi32(sum.b, _mm256_madd_epi16(line.odd[1], odd));
+  pin(sum.b);
+}
+struct DotKeys {
+  static constexpr int kBias = 128;
+  using Operand = Widened;
+  using Word = EvenOdd;
+  static Word word(const int8_t* q) {
+    const auto pair = [](int8_t low, int8_t high) { return (int32_t)((uint32_t)(uint16_t)high << 16 | (uint16_t)low); };
+    return {pair(q[0], q[2]), pair(q[1], q[3])};
   }
-  static void step(Sum& sum, Line line, int32_t x) {
-    __m256i b = _mm256_set1_epi32(x);
-    sum.a = _mm256_add_epi32(sum.a, half(line.a, b));
-    sum.b = _mm256_add_epi32(sum.b, half(line.b, b));
+  static Operand prepare(Line line) {
+    const __m256i low = _mm256_set1_epi16(255);
+    return {{_mm256_and_si256(line.a, low), _mm256_and_si256(line.b, low)},
+            {_mm256_srli_epi16(line.a, 8), _mm256_srli_epi16(line.b, 8)}};
   }
-  static I16 total(Sum sum) { return sum; }
+  static void step(I16& sum, const Operand& keys, const Word& q) { step_widened(sum, keys, q); }
+};
+struct DotValues {
+  using Operand = Widened;
+  using Word = EvenOdd;
+  // The words of a block's 32 weights, in the order that packing leaves: those of keys 4g..4g+3 are at place(g).
+  static constexpr int place(int g) { return g / 4 * 4 + 2 * (g % 2) + g % 4 / 2; }
+  static __m256i pack(I16 v) {
+    const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15,  //
+                                           0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+    return _mm256_shuffle_epi8(_mm256_packus_epi32(v.a, v.b), order);
+  }
+  static void store(Word* p, I16 a, I16 b) {
+    _mm256_storeu_si256((__m256i*)p, pack(a)), _mm256_storeu_si256((__m256i*)p + 1, pack(b));
+  }
+  static __m256i even(__m256i v) { return _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8); }
+  static Operand prepare(Line line) {
+    return {{even(line.a), even(line.b)}, {_mm256_srai_epi16(line.a, 8), _mm256_srai_epi16(line.b, 8)}};
+  }
+  static void step(I16& sum, const Operand& values, const Word& w) { step_widened(sum, values, w); }
 };
 
 }  // namespace

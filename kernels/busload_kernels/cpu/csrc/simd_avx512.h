@@ -11,6 +11,8 @@ using Line = __m512i;
 
 // Rows and tiles of the large-batch kernel: 6 x 2 accumulators and as many sums are 24 of 32 registers.
 constexpr int kWideRows = 6, kWideTiles = 2, kDirectRows = 8;
+// Attention: queries at once, and how many times 16 keys or dims.
+constexpr int kRowsAtOnce = 8, kScoreParts = 2, kValueParts = 2;
 
 inline F16 load(const float* p) { return _mm512_loadu_ps(p); }
 inline void store(float* p, F16 v) { _mm512_storeu_ps(p, v); }
@@ -30,6 +32,8 @@ inline F16 to_float(I16 v) { return _mm512_cvtepi32_ps(v); }
 inline I16 round_int(F16 v) { return _mm512_cvtps_epi32(v); }
 inline F16 round_float(F16 v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline F16 times_power_of_two(F16 v, F16 whole) { return _mm512_scalef_ps(v, whole); }
+// v * 2^whole for whole <= 0
+inline F16 times_small_power(F16 v, F16 whole) { return _mm512_scalef_ps(v, whole); }
 inline int32_t sum_int(I16 v) { return _mm512_reduce_add_epi32(v); }
 inline I16 add_int(I16 a, I16 b) { return _mm512_add_epi32(a, b); }
 inline I16 splat_int(int32_t v) { return _mm512_set1_epi32(v); }
@@ -65,11 +69,27 @@ struct DotNibbles {  // line 0..15, activations signed
 struct DotBytes : DotNibbles {  // line: value + 128
   static constexpr int kBias = 128;
 };
-struct DotWeights {  // line signed, activations 0..255
-  using Sum = __m512i;
-  static Sum zero() { return _mm512_setzero_si512(); }
-  static void step(Sum& sum, Line line, int32_t x) { sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi32(x), line); }
-  static I16 total(Sum sum) { return sum; }
+
+// Attention. Keys are bytes with a bias against signed queries; values are signed against weights 0..255. A Word is what 4
+// queries or weights are multiplied as, an Operand a line made ready for several of them.
+struct DotKeys {
+  static constexpr int kBias = 128;
+  using Operand = Line;
+  using Word = int32_t;
+  static Word word(const int8_t* q) { return load_word(q); }
+  static Operand prepare(Line line) { return line; }
+  static void step(I16& sum, Operand keys, Word q) { sum = _mm512_dpbusd_epi32(sum, keys, _mm512_set1_epi32(q)); }
+};
+struct DotValues {
+  using Operand = Line;
+  using Word = int32_t;
+  // The words of a block's 32 weights, in the order that packing leaves: those of keys 4g..4g+3 are at place(g).
+  static constexpr int place(int g) { return 2 * (g % 4) + g / 4; }
+  static void store(Word* p, I16 a, I16 b) {
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtusepi16_epi8(_mm512_packus_epi32(a, b)));
+  }
+  static Operand prepare(Line line) { return line; }
+  static void step(I16& sum, Operand values, Word w) { sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi32(w), values); }
 };
 
 }  // namespace

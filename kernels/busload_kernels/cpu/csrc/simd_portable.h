@@ -12,6 +12,8 @@ struct I16 { int32_t v[16]; };
 struct Line { uint8_t v[64]; };
 
 constexpr int kWideRows = 2, kWideTiles = 1, kDirectRows = 2;
+// Attention: queries at once, and how many times 16 keys or dims.
+constexpr int kRowsAtOnce = 2, kScoreParts = 1, kValueParts = 1;
 
 template <class Result, class Function>
 inline Result lanes(Function f) {
@@ -82,6 +84,8 @@ inline F16 times_power_of_two(F16 x, F16 whole) {
     return value;
   });
 }
+// v * 2^whole for whole <= 0
+inline F16 times_small_power(F16 v, F16 whole) { return times_power_of_two(v, max(whole, splat(-126))); }
 inline int32_t sum_int(I16 x) {
   int32_t total = 0;
   for (int32_t value : x.v) total += value;
@@ -132,6 +136,22 @@ struct DotPlain {
 };
 using DotNibbles = DotPlain<uint8_t, int8_t, 0>;
 using DotBytes = DotPlain<uint8_t, int8_t, 128>;
-using DotWeights = DotPlain<int8_t, uint8_t, 0>;
+
+// Attention. Keys are bytes with a bias against signed queries; values are signed against weights 0..255. A Word is what 4
+// queries or weights are multiplied as, an Operand a line made ready for several of them.
+struct DotKeys : DotPlain<uint8_t, int8_t, 128> {
+  using Operand = Line;
+  using Word = int32_t;
+  static Word word(const int8_t* q) { return load_word(q); }
+  static Operand prepare(Line line) { return line; }
+};
+struct DotValues : DotPlain<int8_t, uint8_t, 0> {
+  using Operand = Line;
+  using Word = int32_t;
+  // The words of a block's 32 weights: those of keys 4g..4g+3 are at place(g).
+  static constexpr int place(int g) { return g; }
+  static void store(Word* p, I16 a, I16 b) { store_bytes(p, a), store_bytes(p + 4, b); }
+  static Operand prepare(Line line) { return line; }
+};
 
 }  // namespace
