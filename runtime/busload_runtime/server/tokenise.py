@@ -26,8 +26,7 @@ class PromptEncoder:
     def __init__(self, model: TextModel) -> None:
         self.model = model
         tokenizer = model.tokenizer
-        longest = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
-        self._bytes_per_token = max(1, longest) * _COMPOSITION_FACTOR
+        self._bytes_per_token = tokenizer.longest_token() * _COMPOSITION_FACTOR
 
     async def encode(self, prompts: dict[str, str], limit: int) -> list[list[int]]:
         """Token ids of texts, given by the name of their parameter; `limit` is the longest sequence allowed."""

@@ -89,7 +89,10 @@ WRONG_MODELS = {
         TinyLlama(metadata={"llama.rope.scaling.type": "yarn"}),
         "llama.rope.scaling.type is 'yarn'; must be none or linear",
     ),
-    "experts": (TinyLlama(metadata={"llama.expert_count": 8}), "llama.expert_count is 8; must be 0 or missing (only dense models"),
+    "experts": (
+        TinyLlama(metadata={"llama.expert_count": 8}),
+        "llama.expert_count is 8; must be 0 or missing (only dense models",
+    ),
     "vocabulary size": (
         TinyLlama(metadata={"llama.vocab_size": 7}),
         "llama.vocab_size is 7; must be the number of tokens in tokenizer.ggml.tokens (262)",

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tiny_llama import TinyLlama
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from busload_runtime.model.bundled import resolve_source
+from busload_runtime.model.control_text import ControlTexts
 from busload_runtime.model.errors import ModelError
 from busload_runtime.model.gguf_file import open_gguf
 from busload_runtime.model.load import load_text_model
@@ -246,3 +248,16 @@ def test_bos_is_put_in_front_once(tmp_path: Path) -> None:
     bos = tokenizer.bos_id
     assert tokenizer.encode("the", special=False) == [bos, *tokenizer.encode("the", special=True)[1:]]
     assert tokenizer.encode("<|im_start|>the", special=True).count(bos) == 1
+
+
+@given(
+    st.lists(st.text(alphabet="<>ab", min_size=2, max_size=4), max_size=6, unique=True),
+    st.text(alphabet="<>abc", max_size=30),
+)
+def test_control_texts_are_found_longest_first(control: list[str], text: str) -> None:
+    found = ControlTexts({token: index for index, token in enumerate(control)})
+    pattern = "|".join(map(re.escape, sorted(control, key=len, reverse=True))) or "(?!)"
+    parts = [control.index(part) if index % 2 else part for index, part in enumerate(re.split(f"({pattern})", text))]
+    assert list(found.split(text)) == parts
+    assert list(found.split(found.hide(text, "\ufdd0"))) == [found.hide(text, "\ufdd0")]
+    assert found.hide(text, "\ufdd0").replace("\ufdd0", "") == text

@@ -1,0 +1,117 @@
+"""Byte-level BPE (`tokenizer.ggml.model` gpt2): text is cut into words, then the `tokenizers` library merges."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
+
+from busload_runtime.model.errors import ModelError
+from busload_runtime.model.vocabulary import CONTROL, UNKNOWN, UNUSED, USER_DEFINED, Vocabulary
+
+_CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
+_GPT2 = rf"{_CONTRACTIONS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+"
+_CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Splitting:
+    """How text is cut into words before merging (`tokenizer.ggml.pre`); each pattern cuts the pieces of the last."""
+
+    patterns: tuple[str, ...]
+    whole_words: bool = False
+    """A word that is in the vocabulary is one token, without merging."""
+    compose: bool = False
+    """Unicode NFC first. GGUF does not say so, but the model was trained on composed text."""
+    bos: bool = False
+    """Prompts start with BOS when the file does not say."""
+
+
+_LLAMA3 = Splitting((_CL100K % 3,), whole_words=True, bos=True)
+_SPLITTINGS = {
+    "smollm": Splitting((r"\p{N}", _GPT2)),
+    "gpt-2": Splitting((_GPT2,)),
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": Splitting((_CL100K % 1,), compose=True),
+    # llama.cpp's own mixture, for files that were converted without saying what they need.
+    "default": Splitting((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+}
+
+
+def splitting_of(file: str, metadata: Mapping[str, Any]) -> Splitting:
+    name = metadata.get("tokenizer.ggml.pre", "default")
+    if not isinstance(name, str) or name not in _SPLITTINGS:
+        raise ModelError(f"{file}: tokenizer.ggml.pre is {name!r:.80}; supported: {', '.join(sorted(_SPLITTINGS))}")
+    return _SPLITTINGS[name]
+
+
+def byte_level_encoder(vocabulary: Vocabulary, splitting: Splitting) -> Callable[[str], list[int]]:
+    """Text -> token ids. Raises `ModelError` for merges that do not fit the vocabulary."""
+    _check_letters(vocabulary)
+    ids = {token: index for index, token in enumerate(vocabulary.tokens)}
+    model = models.BPE(vocab=ids, merges=_merges(vocabulary, ids), ignore_merges=splitting.whole_words)
+    engine = Tokenizer(model)
+    if splitting.compose:
+        engine.normalizer = normalizers.NFC()
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in splitting.patterns]
+    engine.pre_tokenizer = pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    engine.add_tokens([AddedToken(text, normalized=False) for text in vocabulary.texts_of(USER_DEFINED)])
+
+    def encode(text: str) -> list[int]:
+        # The batch call gives the GIL up while it works (`encode` holds it: a long prompt would stop every thread).
+        found: list[int] = engine.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return found
+
+    return encode
+
+
+def byte_level_piece(token: str, kind: int) -> bytes:
+    """What a token adds to a text."""
+    if kind == CONTROL:
+        return b""
+    if kind in _PLAIN:
+        return token.encode()
+    return bytes(map(_BYTES.__getitem__, token))
+
+
+_PLAIN = (USER_DEFINED, UNUSED, UNKNOWN)  # written as themselves
+
+
+def _check_letters(vocabulary: Vocabulary) -> None:
+    for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
+        if not _BYTES.keys() >= set(token) and kind not in (CONTROL, *_PLAIN):
+            stranger = next(character for character in token if character not in _BYTES)
+            raise ModelError(
+                f"{vocabulary.file}: tokenizer.ggml.tokens holds {token!r:.80} with the character {stranger!r}, "
+                "which stands for no byte; the file is corrupt"
+            )
+
+
+def _merges(vocabulary: Vocabulary, ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    where = f"{vocabulary.file}: tokenizer.ggml.merges"
+    lines = vocabulary.metadata.get("tokenizer.ggml.merges")
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        raise ModelError(f"{where} must be a list of texts; the file has no usable vocabulary")
+    merges = []
+    for line in lines:
+        left, _, right = line.partition(" ")
+        if left not in ids or right not in ids or left + right not in ids:
+            raise ModelError(f"{where} holds {line!r:.80}, whose parts are not all tokens; the file is corrupt")
+        merges.append((left, right))
+    return merges
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes (Radford et al. 2019): Latin-1's printable ones are themselves."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
