@@ -206,15 +206,20 @@ class Scheduler:
         running = self._running
         if not running or self._may_admit():
             return 0
-        steps = most
+        steps, longest = most, 0
         for request in running:
             length = len(request.tokens)
-            decodes = length - 1 == request.computed >= max(request.prompt_length, request.reached)
-            if not decodes or request.stop_token_ids:
+            if length != request.computed + 1 or length <= request.prompt_length or length <= request.reached:
                 return 0
-            steps = min(steps, request.max_length - length, self.capacity + 1 - length)
-        while steps > 0 and self._blocks_missing(steps) > self._pool.free:
-            steps //= 2
+            if request.stop_token_ids:
+                return 0
+            longest = max(longest, length)
+            steps = min(steps, request.max_length - length)
+        steps = min(steps, self.capacity + 1 - longest)
+        # Mostly there is room for more blocks than any steps could take; only else each request is looked at.
+        if self._pool.free < len(running) * (steps // self.block_size + 1):
+            while steps > 0 and self._blocks_missing(steps) > self._pool.free:
+                steps //= 2
         return steps
 
     def decode(self, steps: int, drawn: Mapping[int, int]) -> list[Output]:
@@ -225,23 +230,25 @@ class Scheduler:
         """
         running, size, counters = self._running, self.block_size, self.counters
         batch = len(running)
+        counters.steps += steps
+        counters.step_batch += steps * batch
+        counters.generated_tokens += steps * batch
+        # In the first step each reads what it holds and the token that the step writes, then one token more each time.
+        counters.step_kv_tokens += steps * (self._kv_tokens + batch) + batch * (steps * (steps - 1) // 2)
+        self._kv_tokens += steps * batch
         events: list[tuple[int, int, int]] = []  # (step, 0: take a block | 1: publish one, position in the batch)
         for position, request in enumerate(running):
             length = len(request.tokens)
-            counters.step_kv_tokens += steps * length + steps * (steps - 1) // 2
-            takes = range(len(request.blocks) * size - length + 2, steps + 1, size)
-            publishes = range((request.published + 1) * size - length + 1, steps + 1, size)
-            events += [(step, 0, position) for step in takes]
-            events += [(step, 1, position) for step in publishes]
+            take, publish = len(request.blocks) * size - length + 2, (request.published + 1) * size - length + 1
+            if take <= steps:
+                events += [(step, 0, position) for step in range(take, steps + 1, size)]
+            if publish <= steps:
+                events += [(step, 1, position) for step in range(publish, steps + 1, size)]
+            request.computed = request.reached = length - 1 + steps
             tokens = [drawn[request.request_id]] * steps
             request.tokens += tokens
             if request.history is not None:
                 request.history.extend(tokens)
-            request.computed = request.reached = request.computed + steps
-        counters.steps += steps
-        counters.step_batch += steps * batch
-        counters.generated_tokens += steps * batch
-        self._kv_tokens += steps * batch
         for _, kind, position in sorted(events):
             request = running[position]
             if kind == 0:
@@ -250,10 +257,11 @@ class Scheduler:
                 index = request.published
                 self._pool.publish(request.blocks[index], self._digest(request, index))
                 request.published += 1
-        outputs = []
-        for request in list(running):
-            ends = len(request.tokens) >= request.max_length or len(request.tokens) > self.capacity
-            outputs.append(Output(request.request_id, request.tokens[-1], "length" if ends else None))
+        outputs, capacity = [], self.capacity
+        for request in running.copy():
+            length = len(request.tokens)
+            ends = length >= request.max_length or length > capacity
+            outputs.append(Output(request.request_id, drawn[request.request_id], "length" if ends else None))
             if ends:
                 self._remove(request)
         return outputs
