@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import random
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,8 +26,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import zmq
 
 from busload_runtime.contract import Limits
 from busload_runtime.engine.link import Link
@@ -129,11 +128,14 @@ def loop_seconds(batch: int, steps: int) -> float:
 
 
 def _read_all(path: Path) -> None:
-    """The other end of the socket, in a process of its own; ends when nothing comes any more."""
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-    socket.bind(f"ipc://{path}")
-    while socket.poll(3000):
-        socket.recv()
+    """The other end of the socket, in a process of its own, until it is closed."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(1)
+        connection, _ = listener.accept()
+        with connection:
+            while connection.recv(1 << 16):
+                pass
 
 
 # The HTTP process.

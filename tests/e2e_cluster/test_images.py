@@ -77,7 +77,7 @@ def test_images_carry_what_they_need_and_no_more() -> None:
         name: {line.split("==")[0] for line in requirements(wheels.for_python(lock.read_text(), "3.11"))}
         for name, lock in wheels.LOCKS.items()
     }
-    assert {"numpy", "tokenizers", "uvicorn", "pyzmq"} <= names["runtime"]
+    assert {"numpy", "tokenizers", "uvicorn", "uvloop"} <= names["runtime"]
     assert {"kopf", "kubernetes", "aiohttp"} <= names["operator"]
     assert not {"torch", "kopf", "kubernetes", "llama-cpp-python"} & names["runtime"]
     assert not {"torch", "numpy", "tokenizers"} & names["operator"]

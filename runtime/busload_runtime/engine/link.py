@@ -1,20 +1,17 @@
 """The engine's end of the socket to the HTTP process."""
 
-import math
 import os
+import select
+import socket
 from pathlib import Path
 
-import msgspec
-import zmq
-from zmq.utils.monitor import recv_monitor_message
-
 from busload_runtime.engine.messages import FromEngine, ToEngine
+from busload_runtime.engine.wire import RECEIVE_BYTES, FrameReader, FrameWriter
 
-CONNECT_MILLISECONDS = 10_000
 MESSAGES_PER_TURN = 256
-"""Messages taken in between two steps at most; the rest waits in the socket."""
+"""Messages taken in between two steps at most; the rest waits."""
 
-_QUEUE = 4096  # messages per direction; a full queue makes the sender wait
+_SEND_SECONDS = 1.0  # between two looks at a parent that does not read
 
 
 class LinkClosed(Exception):
@@ -26,50 +23,47 @@ class Link:
 
     def __init__(self, path: Path) -> None:
         self._parent = os.getppid()
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        # IMMEDIATE: queue only for a peer that is there, so that a wrong path is an error and not a silent wait.
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._socket.setsockopt(zmq.SNDHWM, _QUEUE)
-        self._socket.setsockopt(zmq.RCVHWM, _QUEUE)
-        self._socket.setsockopt(zmq.LINGER, 2000)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
-        self._socket.connect(f"ipc://{path}")
-        if not self._monitor.poll(CONNECT_MILLISECONDS):
-            self._context.destroy(linger=0)
-            raise LinkClosed(f"no HTTP process listens on {path}")
-        recv_monitor_message(self._monitor)
+        self._reader: FrameReader[ToEngine] = FrameReader(ToEngine)
+        self._writer = FrameWriter()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.connect(str(path))
+        except OSError as error:
+            self._socket.close()
+            raise LinkClosed(f"no HTTP process listens on {path}: {error.strerror or error}") from None
+        self._socket.settimeout(_SEND_SECONDS)
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
 
     def receive(self, seconds: float) -> list[ToEngine]:
         """Waits up to `seconds` for a message; returns those that are there, `MESSAGES_PER_TURN` at most."""
-        messages: list[ToEngine] = []
-        if self._parent != os.getppid():
-            raise LinkClosed("the HTTP process is gone")
-        ready = dict(self._poller.poll(math.ceil(seconds * 1000)))
-        if self._socket in ready:
+        self._look_for_parent()
+        if not self._reader.has_frame and self._poll.poll(seconds * 1000):
             try:
-                while len(messages) < MESSAGES_PER_TURN:
-                    messages.append(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
-            except zmq.Again:
-                pass
-        if self._monitor in ready:
-            raise LinkClosed("the HTTP process closed the socket")
-        return messages
+                data = self._socket.recv(RECEIVE_BYTES)
+            except OSError:
+                data = b""
+            if not data:
+                raise LinkClosed("the HTTP process closed the socket")
+            self._reader.feed(data)
+        return self._reader.take(MESSAGES_PER_TURN)
 
     def send(self, message: FromEngine) -> None:
-        """Queues a message; waits while the HTTP process is behind by a full queue."""
-        data = self._encoder.encode(message)
-        while not self._socket.poll(1000, zmq.POLLOUT):
-            if self._parent != os.getppid() or self._monitor.poll(0):
-                raise LinkClosed("the HTTP process is gone")
-        self._socket.send(data)
+        """Sends a message; waits while the HTTP process is behind by a full socket."""
+        left = memoryview(self._writer.frame(message))
+        try:
+            while left:
+                try:
+                    left = left[self._socket.send(left) :]
+                except TimeoutError:
+                    self._look_for_parent()
+        except OSError:
+            raise LinkClosed("the HTTP process closed the socket") from None
 
     def close(self) -> None:
-        """Delivers what is queued, for two seconds at most."""
-        self._socket.disable_monitor()
-        self._context.destroy(linger=2000)
+        """What was sent stays readable for the HTTP process."""
+        self._socket.close()
+
+    def _look_for_parent(self) -> None:
+        if self._parent != os.getppid():
+            raise LinkClosed("the HTTP process is gone")

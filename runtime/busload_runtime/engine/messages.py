@@ -1,7 +1,7 @@
-"""Messages between the HTTP process and the engine process, as msgpack over a ZeroMQ PAIR on a Unix socket.
+"""Messages between the HTTP process and the engine process; `wire.py` says how they travel.
 
-The HTTP process binds the socket before it starts the engine; the engine connects, and ends when the HTTP process
-closes the socket or dies.
+The HTTP process listens on a Unix socket before it starts the engine; the engine connects, and ends when the HTTP
+process closes the socket or dies.
 """
 
 import msgspec

@@ -184,7 +184,7 @@ def _one_line(error: BaseException) -> str:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m busload_runtime.engine.process",
-        description="Engine process of `busload serve`; connects to a ZeroMQ PAIR that the HTTP process has bound.",
+        description="Engine process of `busload serve`; connects to the Unix socket on which the HTTP process listens.",
     )
     parser.add_argument("--socket", type=Path, required=True, help="Unix socket of the HTTP process")
     parser.add_argument("--model", required=True, help="bundled:NAME or FILE.gguf")

@@ -2,12 +2,11 @@
 
 import asyncio
 import contextlib
+import socket
 import time
-from collections import deque
 from collections.abc import Callable
 
 import msgspec
-import zmq
 
 from busload_runtime.contract import Limits
 from busload_runtime.engine.messages import (
@@ -24,17 +23,13 @@ from busload_runtime.engine.messages import (
     TokenOut,
     Tokens,
 )
+from busload_runtime.engine.wire import RECEIVE_BYTES, FrameReader, FrameWriter
 from busload_runtime.server.errors import ApiError
 
-# Messages under way in each direction before the sender has to wait (ZeroMQ high-water mark), and messages that may
-# wait for that. Admission bounds submissions long before; this is the backstop for an engine that stops reading.
-_WIRE_MESSAGES = 1000
-_OUTBOX_MESSAGES = 20_000
+# What may wait for an engine that does not read. Admission bounds submissions long before; this is the backstop.
+_UNSENT_BYTES = 1 << 26
 _WATCH_SECONDS = 0.25
-# Messages taken in or sent before other work gets its turn.
-_MESSAGES_PER_TURN = 256
-# As plain numbers: `&` on the library's flags costs more than receiving does.
-_POLLIN, _POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
+_ALL = 1 << 30
 
 Deliver = Callable[[TokenOut], None]
 
@@ -42,22 +37,19 @@ Deliver = Callable[[TokenOut], None]
 class EngineClient:
     """Sends requests, hands each its tokens, keeps the newest `Stats`, and notices an engine that died or fell silent.
 
-    All methods belong to the event loop's thread. Binds a ZeroMQ PAIR at `ipc://{socket_path}`.
+    All methods belong to the event loop's thread. Listens on a Unix socket at `socket_path`, for one engine.
     """
 
     def __init__(self, socket_path: str, timeout: float, on_stats: Callable[[Stats], None]) -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, _WIRE_MESSAGES)
-        self._socket.setsockopt(zmq.RCVHWM, _WIRE_MESSAGES)
-        self._socket.bind(f"ipc://{socket_path}")
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self._socket.bind(socket_path)
+        self._socket.listen(1)
+        self._connected = False
         self._timeout = timeout
         self._on_stats = on_stats
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(FromEngine).decode
-        self._outbox: deque[ToEngine] = deque()
-        self._turn_due = False
+        self._writer = FrameWriter()
+        self._reader: FrameReader[FromEngine] = FrameReader(FromEngine)
+        self._unsent = bytearray()
         self._deliver: dict[int, Deliver] = {}
         self._applying: dict[int, asyncio.Future[LimitsApplied | LimitsRefused]] = {}
         self._next_id = 1
@@ -72,17 +64,15 @@ class EngineClient:
 
     def start(self) -> None:
         """Begins to send, receive and watch."""
-        self._loop.add_reader(self._socket.FD, self._turn)
+        self._loop.add_reader(self._socket, self._accept)
         self._watching = self._loop.create_task(self._watch())
-        self._take_turn()
 
     async def close(self) -> None:
+        self._disconnect()
         if self._watching is not None:
-            self._loop.remove_reader(self._socket.FD)
             self._watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._watching
-        self._context.destroy(linger=0)
 
     @property
     def alive(self) -> bool:
@@ -102,7 +92,7 @@ class EngineClient:
         """Queues a request; `deliver` gets each of its tokens and its end. Raises `ApiError` if the engine is gone."""
         if self.failed.done():
             raise ApiError(500, f"the engine is gone: {self.failed.result()}", code="engine_error")
-        if len(self._outbox) >= _OUTBOX_MESSAGES:
+        if len(self._unsent) > _UNSENT_BYTES:
             raise ApiError(503, "the engine does not take requests at the moment; try again", retry_after=5)
         self._deliver[request.request_id] = deliver
         self._put(request)
@@ -146,41 +136,62 @@ class EngineClient:
             if not answer.done():
                 answer.set_exception(ConnectionError(error))
 
+    def _accept(self) -> None:
+        """The engine connects: from here on its connection is the socket."""
+        listener, (self._socket, _) = self._socket, self._socket.accept()
+        self._loop.remove_reader(listener)
+        listener.close()
+        self._socket.setblocking(False)
+        self._connected = True
+        self._loop.add_reader(self._socket, self._receive)
+        self._flush()
+
+    def _disconnect(self) -> None:
+        if self._socket.fileno() >= 0:
+            self._loop.remove_reader(self._socket)
+            self._loop.remove_writer(self._socket)
+            self._socket.close()
+        self._connected = False
+
     def _put(self, message: ToEngine) -> None:
-        self._outbox.append(message)
-        self._take_turn()
+        waits = bool(self._unsent)
+        self._unsent += self._writer.frame(message)
+        if not waits:
+            self._flush()
 
-    def _take_turn(self) -> None:
-        """Has `_turn` run soon: once, however many messages are put until then."""
-        if not self._turn_due and not self._socket.closed:
-            self._turn_due = True
-            self._loop.call_soon(self._turn)
-
-    def _turn(self) -> None:
-        """Receives and sends what is possible now, without waiting.
-
-        The socket's descriptor tells of changes only, and any use of the socket may swallow the news of another: so a
-        turn ends when `EVENTS` says that neither direction moves, as ZeroMQ asks for, or takes another turn.
-        """
-        self._turn_due = False
-        socket = self._socket
+    def _flush(self) -> None:
+        """Sends what the socket takes; the rest follows when it takes more."""
+        if not self._connected:
+            return
         try:
-            for _ in range(_MESSAGES_PER_TURN):
-                events = 0 if socket.closed else int(socket.getsockopt(zmq.EVENTS))
-                if events & _POLLIN:
-                    self._dispatch(self._decode(socket.recv(zmq.NOBLOCK)))
-                elif events & _POLLOUT and self._outbox:
-                    socket.send(self._encode(self._outbox[0]), zmq.NOBLOCK)
-                    self._outbox.popleft()
-                else:
-                    return
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent)]
+        except BlockingIOError:
+            self._loop.add_writer(self._socket, self._flush)
+        except OSError:  # the engine is gone; what it said last may still have to be read
+            self._loop.remove_writer(self._socket)
+        else:
+            self._loop.remove_writer(self._socket)
+
+    def _receive(self) -> None:
+        try:
+            data = self._socket.recv(RECEIVE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._disconnect()  # its exit code, which comes next, says more
+            return
+        try:
+            self._reader.feed(data)
+            for message in self._reader.take(_ALL):
+                self._dispatch(message)
         except msgspec.DecodeError as error:
             self.fail(f"the engine sent a message that cannot be read ({error}); are both processes one version?")
         except Exception as error:
             # A wire that broke on this side is as bad as an engine that died: better said than waited for.
             self.fail(f"the wire to the engine failed: {type(error).__name__}: {error}")
-        else:
-            self._take_turn()
 
     def _dispatch(self, message: FromEngine) -> None:
         match message:

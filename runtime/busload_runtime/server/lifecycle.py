@@ -18,9 +18,9 @@ from typing import Any
 
 import uvicorn
 import uvloop
-import zmq
 
 from busload_runtime.contract import LimitsDocument
+from busload_runtime.engine.wire import MAX_PATH_BYTES
 from busload_runtime.model.errors import ModelError
 from busload_runtime.model.load import load_text_model
 from busload_runtime.server.admission import Admission
@@ -281,11 +281,11 @@ def _private_directory() -> Path:
         raise StartupError(
             f"no place for the engine's socket: {error.strerror or error}; set TMPDIR to a writable directory"
         ) from None
-    if len(os.fsencode(directory / _SOCKET)) > zmq.IPC_PATH_MAX_LEN:
+    if len(os.fsencode(directory / _SOCKET)) > MAX_PATH_BYTES:
         directory.rmdir()
         raise StartupError(
             f"TMPDIR {directory.parent} is too long: the path of the engine's socket in it may have "
-            f"{zmq.IPC_PATH_MAX_LEN} bytes; set a shorter one"
+            f"{MAX_PATH_BYTES} bytes; set a shorter one"
         )
     return directory
 

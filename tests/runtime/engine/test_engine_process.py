@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -12,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import zmq
 from hashing_executor import expected_text
 
 from busload_runtime.contract import Limits
@@ -29,33 +29,56 @@ from busload_runtime.engine.messages import (
     TokenOut,
     Tokens,
 )
+from busload_runtime.engine.wire import FrameReader, FrameWriter
 
 LIMITS = Limits(1024, 4, 90, 64, 16, 4096)
 SCRIPT = Path(__file__).with_name("engine_process.py")
+
+
+def listen(folder: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"{folder}/engine")
+    listener.listen(1)
+    listener.settimeout(30)
+    return listener
 
 
 class Peer:
     """The HTTP process's side."""
 
     def __init__(self, folder: str, fault: str, *flags: str) -> None:
-        self.context = zmq.Context()
-        self.socket = self.context.socket(zmq.PAIR)
-        self.socket.bind(f"ipc://{folder}/engine")
+        self.listener = listen(folder)
         program = ["-m", "busload_runtime.engine.process"] if fault == "real" else [str(SCRIPT), fault]
         command = [sys.executable, *program, "--socket", f"{folder}/engine", "--model", "tiny.gguf"]
         command += ["--limits", json.dumps(LIMITS.to_json()), *flags]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        self.decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        self.socket, _ = self.listener.accept()
+        self.reader: FrameReader[FromEngine] = FrameReader(FromEngine)
         self.stats: list[Stats] = []
 
-    def send(self, message: object) -> None:
-        self.socket.send(msgspec.msgpack.encode(message))
+    def send(self, message: msgspec.Struct) -> None:
+        self.socket.sendall(FrameWriter().frame(message))
+
+    def messages(self, seconds: float) -> Iterator[FromEngine]:
+        """All that comes within the time."""
+        deadline = time.monotonic() + seconds
+        while True:
+            for message in self.reader.take(1):
+                yield message
+                break
+            else:
+                self.socket.settimeout(max(0.001, deadline - time.monotonic()))
+                try:
+                    data = self.socket.recv(1 << 16)
+                except TimeoutError:
+                    return
+                if not data:
+                    return
+                self.reader.feed(data)
 
     def receive(self, seconds: float = 20.0) -> FromEngine:
         """The next message that is not Stats."""
-        deadline = time.monotonic() + seconds
-        while self.socket.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            message = self.decoder.decode(self.socket.recv())
+        for message in self.messages(seconds):
             if not isinstance(message, Stats):
                 return message
             self.stats.append(message)
@@ -77,15 +100,14 @@ class Peer:
         return outputs
 
     def wait_stats(self, condition: Callable[[Stats], bool], seconds: float = 10.0) -> Stats:
-        deadline = time.monotonic() + seconds
-        while self.socket.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            message = self.decoder.decode(self.socket.recv())
+        for message in self.messages(seconds):
             if isinstance(message, Stats) and condition(message):
                 return message
         raise TimeoutError("no such statistics came")
 
     def close(self) -> None:
-        self.context.destroy(linger=0)
+        self.socket.close()
+        self.listener.close()
         try:
             self.process.wait(10)
         finally:
@@ -239,7 +261,7 @@ def test_failures_say_why_in_one_line(start: Start, fault: str, flags: tuple[str
 def test_a_message_it_cannot_read_ends_it_with_a_reason(start: Start) -> None:
     peer = start()
     peer.ready()
-    peer.socket.send(b"\x93 no such message")
+    peer.socket.sendall(b"\x11\0\0\0\x93 no such message")
     message = peer.receive()
     assert isinstance(message, Failed)
     assert "the engine failed: " in message.error
@@ -253,16 +275,14 @@ def test_signals_are_ignored_and_the_closed_socket_ends_it(start: Start) -> None
     for number in (signal.SIGTERM, signal.SIGINT):
         peer.process.send_signal(number)
     assert len(peer.tokens(1)[1]) == 20
-    peer.socket.close(linger=0)
+    peer.socket.close()
     assert peer.process.wait(5) == 0
 
 
 def test_ends_when_its_parent_is_killed() -> None:
     """A parent that only forks the engine and is killed: nobody closes the socket, which lives here."""
     with tempfile.TemporaryDirectory() as folder:
-        context = zmq.Context()
-        socket = context.socket(zmq.PAIR)
-        socket.bind(f"ipc://{folder}/engine")
+        listener = listen(folder)
         flags = ["--socket", f"{folder}/engine", "--model", "m", "--limits", json.dumps(LIMITS.to_json())]
         code = (
             "import subprocess, sys, time; "
@@ -272,7 +292,9 @@ def test_ends_when_its_parent_is_killed() -> None:
         parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         assert parent.stdout is not None
         engine = int(parent.stdout.readline())
-        assert socket.poll(20_000)  # Ready
+        connection, _ = listener.accept()
+        connection.settimeout(20)
+        assert connection.recv(4)  # Ready
         parent.kill()
         parent.wait()
         parent.stdout.close()
@@ -280,7 +302,8 @@ def test_ends_when_its_parent_is_killed() -> None:
         while Path(f"/proc/{engine}").exists() and "\nState:\tZ" not in _status(engine):
             assert time.monotonic() < deadline, "the engine outlives its parent"
             time.sleep(0.05)
-        context.destroy(linger=0)
+        connection.close()
+        listener.close()
 
 
 def _status(process: int) -> str:
