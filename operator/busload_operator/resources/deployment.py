@@ -5,8 +5,9 @@ The pod template does not depend on the limits: a change of limits restarts noth
 
 from typing import Any
 
-from busload_operator.api.units import parse_bytes, parse_cpu
+from busload_operator.api.units import parse_bytes
 from busload_operator.api.v1alpha1 import InferenceService
+from busload_operator.resources.initial_limits import compute_threads
 from busload_operator.resources.labels import labels, metadata, selector
 from busload_operator.resources.limits_config_map import limits_config_map_name
 from busload_operator.resources.service import PORT, PORT_NAME
@@ -138,7 +139,7 @@ def _model(service: InferenceService) -> str:
 
 def _environment(service: InferenceService) -> list[dict[str, Any]]:
     # Libraries start one thread per CPU of the node otherwise, and then fight over the pod's share.
-    threads = str(max(1, parse_cpu(service.spec.resources.requests.cpu) // 1000))
+    threads = str(compute_threads(service.spec))
     return [
         {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         {"name": "OMP_NUM_THREADS", "value": threads},

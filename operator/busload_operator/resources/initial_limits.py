@@ -1,7 +1,11 @@
-"""The limits that a new service starts with, before anything was observed."""
+"""The limits that a new service starts with, before anything was observed, and the memory plan behind them."""
 
-from busload_operator.api.units import parse_bytes
-from busload_operator.api.v1alpha1 import BUNDLED_CONTEXTS, Spec
+from dataclasses import replace
+
+from busload_operator.api.units import parse_bytes, parse_cpu
+from busload_operator.api.v1alpha1 import Spec
+from busload_operator.tuning.models import BUNDLED
+from busload_operator.tuning.planner import MemoryPlan, ModelFacts, plan_memory
 from busload_runtime.contract import Limits
 
 BATCH_SIZE = 8
@@ -12,14 +16,6 @@ TOKEN_BUDGET = 512
 QUEUED_REQUESTS = 256
 QUEUED_TOKENS = 262_144
 
-# What a pod of a bundled model needs beside the KV cache, and per token of it, as the runtime reports them at start
-# (weights, activations of TOKEN_BUDGET tokens, process), with some room. A pod that starts with too long a sequence
-# ends at once and says how long it may be; these figures spare small pods that.
-_MIB = 1024**2
-_RESIDENT_BYTES = {"smollm2-135m-instruct": 352 * _MIB}
-_KV_BYTES_PER_TOKEN = {"smollm2-135m-instruct": 12_240}
-_BLOCK_TOKENS = 32
-
 
 def initial_limits(spec: Spec) -> Limits:
     """Limits inside the bounds of `spec`. The KV cache and the sequence length start at their upper bounds: memory
@@ -29,24 +25,51 @@ def initial_limits(spec: Spec) -> Limits:
     batch = bounds.batch_size.initial
     if batch is None:
         batch = min(max(BATCH_SIZE, bounds.batch_size.min), bounds.batch_size.max)
-    longest = longest_sequence(spec)
-    return Limits(
-        max_sequence_length=longest,
-        batch_size=batch,
-        kv_cache_percent=bounds.kv_cache_percent.max,
-        token_budget=max(TOKEN_BUDGET, batch),
-        max_queued_requests=QUEUED_REQUESTS,
-        # One request of the greatest length must always be able to wait.
-        max_queued_tokens=max(QUEUED_TOKENS, longest),
-    )
+    return _limits(spec, longest_sequence(spec), batch)
 
 
 def longest_sequence(spec: Spec) -> int:
-    """The upper bound, as far as model and memory are known to carry it, but never below the lower bound."""
-    bounds, bundled = spec.bounds.max_sequence_length, spec.model.source.bundled
-    if bundled is None:
+    """The upper bound, as far as model and memory are known to carry it, but never below the lower bound.
+
+    At the largest batch limit of the bounds: a step of it needs more memory, and a pod refuses limits under which one
+    sequence of full length no longer fits.
+    """
+    bounds, facts = spec.bounds.max_sequence_length, known_facts(spec)
+    if facts is None:
         return bounds.max
-    free = parse_bytes(spec.resources.limits.memory) - _RESIDENT_BYTES[bundled]
-    tokens = free * spec.bounds.kv_cache_percent.max // (100 * _KV_BYTES_PER_TOKEN[bundled])
-    fitting = max(bounds.min, tokens // _BLOCK_TOKENS * _BLOCK_TOKENS)
-    return min(bounds.max, BUNDLED_CONTEXTS[bundled], fitting)
+    limits = _limits(spec, bounds.min, spec.bounds.batch_size.max)
+    fitting = plan_memory(facts, budget(spec), limits, compute_threads(spec)).longest_of(1)
+    return min(bounds.max, facts.context_length, max(bounds.min, fitting))
+
+
+def known_facts(spec: Spec) -> ModelFacts | None:
+    """What the model needs; None for a model that only its pods know."""
+    return BUNDLED.get(spec.model.source.bundled or "")
+
+
+def shortest_plan(spec: Spec, facts: ModelFacts) -> MemoryPlan:
+    """The memory plan of a pod that has to hold no more than the bounds insist on: their shortest sequence."""
+    limits = replace(initial_limits(spec), max_sequence_length=spec.bounds.max_sequence_length.min)
+    return plan_memory(facts, budget(spec), limits, compute_threads(spec))
+
+
+def budget(spec: Spec) -> int:
+    """Bytes that a pod may use."""
+    return parse_bytes(spec.resources.limits.memory)
+
+
+def compute_threads(spec: Spec) -> int:
+    """Threads that a pod computes with: the whole CPUs that it requests."""
+    return max(1, parse_cpu(spec.resources.requests.cpu) // 1000)
+
+
+def _limits(spec: Spec, length: int, batch: int) -> Limits:
+    return Limits(
+        max_sequence_length=length,
+        batch_size=batch,
+        kv_cache_percent=spec.bounds.kv_cache_percent.max,
+        token_budget=max(TOKEN_BUDGET, batch),
+        max_queued_requests=QUEUED_REQUESTS,
+        # One request of the greatest length must always be able to wait.
+        max_queued_tokens=max(QUEUED_TOKENS, length),
+    )

@@ -113,8 +113,8 @@ async def test_the_longest_sequence_follows_bounds_and_memory_both_ways(api: Fak
         await until(lambda: longest() == 2048)
         await edit(bounds={"maxSequenceLength": {"max": 4096}})
         await until(lambda: longest() == 4096)
-        await edit(resources={"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "1Gi"}})
-        await until(lambda: longest() == 1296)  # (1024 - 960) MiB * 90% / 46080 bytes, in whole blocks of 16
+        await edit(resources={"requests": {"cpu": "2", "memory": "352Mi"}, "limits": {"memory": "352Mi"}})
+        await until(lambda: longest() == 2592)  # what 352 MiB hold beside weights, a step and the processes
         await edit(resources={"requests": {"cpu": "1", "memory": "2Gi"}, "limits": {"memory": "2Gi"}})
         await until(lambda: longest() == 4096)
         await quiet(api)

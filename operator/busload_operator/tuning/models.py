@@ -1,0 +1,22 @@
+"""What the bundled models need, so that a service of one is planned before any pod exists.
+
+These are the figures that `busload_operator.plan.gguf_facts` reads from the models' files (a test compares them); the
+operator's image has no model files.
+"""
+
+from busload_operator.tuning.planner import ModelFacts, StepMemory
+
+BUNDLED: dict[str, ModelFacts] = {
+    "smollm2-135m-instruct": ModelFacts(
+        name="smollm2-135m-instruct",
+        weight_bytes=96_436_224,
+        step_weight_bytes=96_436_224,
+        kv_bytes_per_token=12_240,
+        block_tokens=32,
+        context_length=8192,
+        step_memory=StepMemory(
+            fixed=4640, per_thread=459_024, per_token=12_712, per_token_and_thread=256, per_request=196_608
+        ),
+        overhead_bytes=217_055_232,
+    ),
+}

@@ -1,0 +1,135 @@
+"""`busload plan` as a user meets it: exit codes, the numbers, and what is said about wrong input."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from busload_operator.cli import build_app
+
+MODEL = ("--model", "bundled:smollm2-135m-instruct")
+SERVICE = """
+apiVersion: busload.dev/v1alpha1
+kind: InferenceService
+metadata: {name: chat}
+spec:
+  model: {source: %s}
+  objectives: {interTokenLatency: 50ms}
+  bounds: {maxSequenceLength: {min: 1024, max: 8192}}
+  resources: {requests: {cpu: "1", memory: %s}, limits: {memory: %s}}
+"""
+
+
+def plan(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(build_app(), ["plan", *arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def manifest(folder: Path, memory: str, source: str = "{bundled: smollm2-135m-instruct}") -> str:
+    path = folder / "service.yaml"
+    path.write_text(SERVICE % (source, memory, memory), encoding="utf-8")
+    return str(path)
+
+
+def test_it_fits() -> None:
+    code, text = plan(*MODEL, "--memory", "768Mi", "--bandwidth", "10")
+    assert code == 0
+    for part in ("92.0 MiB", "35,456 tokens", "It fits.", "at least             9.6ms", "8 requests at once"):
+        assert part in text
+
+
+def test_numbers_as_json() -> None:
+    code, text = plan(*MODEL, "--memory", "768Mi", "--bandwidth", "10", "--json", "--batch-size", "16")
+    found = json.loads(text)
+    memory = found["memory"]
+    assert code == 0
+    assert memory["leftBytes"] == memory["budgetBytes"] - sum(
+        memory[name] for name in ("weightBytes", "activationBytes", "overheadBytes")
+    )
+    assert found["speed"]["leastInterTokenSeconds"] == pytest.approx(96_436_224 / 10e9)
+    assert found["whatFits"]["longestSequenceAtBatchSize"] * 16 <= memory["kvCacheTokens"]
+
+
+def test_what_would_fit_when_it_does_not() -> None:
+    code, text = plan(*MODEL, "--memory", "320Mi", "--bandwidth", "10")
+    assert code == 1
+    line = text.strip().splitlines()[-1]
+    assert "SequenceDoesNotFit" in line
+    assert "raise the memory limit to at least 415Mi" in line
+    assert plan(*MODEL, "--memory", "415Mi", "--bandwidth", "10")[0] == 0
+    assert plan(*MODEL, "--memory", "414Mi", "--bandwidth", "10")[0] == 1
+
+
+def test_an_objective_below_the_floor() -> None:
+    code, text = plan(*MODEL, "--memory", "2Gi", "--bandwidth", "10", "--inter-token-latency", "5ms")
+    assert code == 1
+    assert "ObjectiveBelowBandwidthFloor" in text
+
+
+def test_bandwidth_is_measured_when_it_is_not_given() -> None:
+    code, text = plan(*MODEL, "--memory", "2Gi", "--json", "--threads", "1")
+    speed = json.loads(text)["speed"]
+    assert code == 0
+    assert speed["bandwidthSource"] == "measured here, 1 thread"
+    assert 1e8 < speed["bandwidthBytesPerSecond"] < 1e13
+
+
+def test_a_manifest(tmp_path: Path) -> None:
+    code, text = plan("-f", manifest(tmp_path, "400Mi"), "--bandwidth", "10")
+    assert code == 0
+    assert "It fits up to a maxSequenceLength of 7,136; 8,192 needs 414Mi. The operator starts it with" in text
+    assert "objective 50ms" in text
+    code, text = plan("-f", manifest(tmp_path, "310Mi"), "--bandwidth", "10")
+    assert code == 1
+    assert "No request of maxSequenceLength 1024 fits" in text
+
+
+def test_a_claim_needs_the_file(tmp_path: Path) -> None:
+    path = manifest(tmp_path, "2Gi", "{persistentVolumeClaim: {claimName: models, path: chat.gguf}}")
+    code, text = plan("-f", path)
+    assert code == 2
+    assert "chat.gguf on the claim models, which is not read here; give a copy: --model FILE.gguf" in text
+    assert plan("-f", path, *MODEL, "--bandwidth", "10")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        ((), "give -f SERVICE.yaml, or --model"),
+        (MODEL, "--memory is missing"),
+        ((*MODEL, "--memory", "lots"), "--memory 'lots' is not a memory quantity"),
+        (("--model", "bundled:none", "--memory", "1Gi"), "bundled:none: no such bundled model"),
+        (("--model", "/no/such.gguf", "--memory", "1Gi"), "/no/such.gguf: no such file"),
+        ((*MODEL, "--memory", "1Gi", "--bandwidth", "-1"), "--bandwidth -1 must be GB/s above 0"),
+        ((*MODEL, "--memory", "1Gi", "--inter-token-latency", "soon"), "--inter-token-latency 'soon'"),
+        ((*MODEL, "--memory", "1Gi", "--device", "tpu"), "--device 'tpu' must be cpu or gpu"),
+        (("-f", "/no/such.yaml"), "-f /no/such.yaml cannot be read"),
+    ],
+)
+def test_wrong_input(arguments: tuple[str, ...], hint: str) -> None:
+    code, text = plan(*arguments)
+    assert code == 2
+    assert hint in text
+    assert len(text.strip().splitlines()) == 1
+
+
+def test_it_needs_neither_kubernetes_nor_numpy() -> None:
+    """In a process that cannot import them: the operator's image has no numpy, the runtime's no Kubernetes client."""
+    code = (
+        "import sys\n"
+        "for name in ('kubernetes', 'kopf', 'aiohttp', 'fastapi', 'numpy', 'gguf', 'tokenizers', 'msgspec'):\n"
+        "    sys.modules[name] = None\n"
+        "from busload_operator.cli import main\n"
+        "sys.argv = ['busload', 'plan', '--model', sys.argv[1], '--memory', '2Gi', '--bandwidth', '10', '--device',"
+        " sys.argv[2]]\n"
+        "main()\n"
+    )
+    for device in ("cpu", "gpu"):
+        command = [sys.executable, "-c", code, "bundled:smollm2-135m-instruct", device]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert found.returncode == 0, found.stderr
+        assert "It fits." in found.stdout
