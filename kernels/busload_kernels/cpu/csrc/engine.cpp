@@ -45,6 +45,7 @@ Activations take_activations(Arena& arena, int64_t rows, int cols) {
   a.q = arena.take<int8_t>(a.stride * cols);
   a.scale = arena.take<float>(a.stride * cols / kGroup);
   a.offset = arena.take<float>(a.stride * cols / kGroup);
+  a.unbias = arena.take<int32_t>(a.stride * cols / kGroup);
   return a;
 }
 
@@ -58,8 +59,7 @@ Buffers lay_out(Arena& arena, const BlModel& m, int threads, int64_t tokens, int
   b.sampling = arena.take<SampleScratch>(threads);
   for (int id = 0; id < threads; id++) {
     const Activations own = take_activations(arena, kOwnRows, m.hidden);
-    const int groups = std::max({m.hidden, m.ffn, attended}) / kGroup;
-    const ThreadScratch scratch{arena.take<uint8_t>((int64_t)groups * 2 * kWideBytes), arena.take<float>(rows * 2 * kUnitRows)};
+    const ThreadScratch scratch{arena.take<uint8_t>(kWideGroups * 2 * kWideBytes), arena.take<float>(rows * 2 * kUnitRows)};
     const SampleScratch sampling{arena.take<float>(m.vocab), arena.take<int32_t>(m.vocab)};
     if (arena.base) b.own[id] = own, b.scratch[id] = scratch, b.sampling[id] = sampling;
   }

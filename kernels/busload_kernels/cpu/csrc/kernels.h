@@ -6,7 +6,7 @@ namespace busload {
 
 // Work buffers of one thread.
 struct ThreadScratch {
-  uint8_t* wide;  // [groups][2] wide tiles: one unit of weights unpacked
+  uint8_t* wide;  // [kWideGroups][2] wide tiles: weights of one unit, unpacked
   float* gate;    // [rows][64]: gate and up of one unit
 };
 

@@ -21,18 +21,21 @@ constexpr int kTile4Bytes = 4 * 64 + 2 * kTileRows * 2;
 constexpr int kTile8Bytes = 8 * 64 + kTileRows * 2;
 // Wide tile, what larger batches unpack a W4 or W8 tile to in L1: 8 lines of bytes, fp32 scale[16], fp32 offset[16].
 constexpr int kWideBytes = 8 * 64 + 2 * kTileRows * 4;
+constexpr int kWideGroups = 24;  // of two tiles each: 30 KB
 
 // Tiles of one 16-output stripe follow each other by input group, stripes by output: a thread reads one forward stream.
 inline int64_t tile_bytes(int format) { return format == BL_W4 ? kTile4Bytes : kTile8Bytes; }
 inline int64_t stripe_bytes(const BlMatrix& m) { return tile_bytes(m.format) * (m.cols / kGroup); }
 
-// Quantised activations: value = scale * q, |q| <= 127. `offset` is scale * sum(q), what a weight offset multiplies. The
-// rows of a group lie together, so that a kernel steps through the groups with one pointer for all of its rows; `stride`
-// is odd, as groups a power of two apart would share cache sets.
+// Quantised activations: value = scale * q, |q| <= 127. `offset` is scale * sum(q), what a weight offset multiplies;
+// `unbias` is -128 * sum(q), what the 128 in W8 bytes adds too much to a dot product. The rows of a group lie together, so
+// that a kernel steps through the groups with one pointer for all of its rows; `stride` is odd, as groups a power of two
+// apart would share cache sets.
 struct Activations {
-  int8_t* q;      // [cols / 32][stride][32]
-  float* scale;   // [cols / 32][stride]
-  float* offset;  // [cols / 32][stride]
+  int8_t* q;        // [cols / 32][stride][32]
+  float* scale;     // [cols / 32][stride]
+  float* offset;    // [cols / 32][stride]
+  int32_t* unbias;  // [cols / 32][stride]
   int cols;
   int64_t stride;  // at least the number of rows
 };

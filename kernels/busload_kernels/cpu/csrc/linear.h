@@ -1,8 +1,9 @@
 // Linear layers: rows of quantised activations times one unit (32 outputs) of packed weights.
 //
-// Per group of 32 inputs the integer dot product is exact; then sum = dot * (weight scale * activation scale) + sum,
-// sum = weight offset * activation offset + sum. The order is the same in every variant below, so a row's result does
-// not depend on how many other rows are in the step.
+// Per group of 32 inputs the integer dot product is exact; then sum = dot * (weight scale * activation scale) + sum, and
+// where weights have offsets sum = weight offset * activation offset + sum. The order is the same in every variant below,
+// so a row's result does not depend on how many other rows are in the step. Those three or four instructions for eight of
+// the dot product are the limit for many rows.
 #pragma once
 #include "kernels.h"
 
@@ -24,33 +25,31 @@ struct W4 {
     return step < 4 ? low_nibbles(packed) : high_nibbles(packed);
   }
   static F16 scale(const uint8_t* tile) { return load_half(tile + 256); }
-  static F16 offset(const uint8_t* tile, F16) { return load_half(tile + 288); }
+  static F16 offset(const uint8_t* tile) { return load_half(tile + 288); }
 };
 
 struct W8 {
   using Dot = DotBytes;
   static constexpr int kBytes = kTile8Bytes, kLocality = 3;
-  static constexpr bool kOffset = Dot::kBias != 0;
+  static constexpr bool kOffset = false;  // the bias of the bytes is in the integer sum
   static Line line(const uint8_t* tile, int step) { return load_line(tile + 64 * step); }
   static F16 scale(const uint8_t* tile) { return load_half(tile + 512); }
-  static F16 offset(const uint8_t*, F16 scale) { return mul(scale, splat((float)-Dot::kBias)); }
 };
 
 template <class Packed>
 struct Wide {
-  using Dot = typename Packed::Dot;
+  using Dot = typename Packed::Dot::Wide;
   static constexpr int kBytes = kWideBytes, kLocality = 2;  // to L2: L1 is full
   static constexpr bool kOffset = Packed::kOffset;
   static Line line(const uint8_t* tile, int step) { return load_line(tile + 64 * step); }
   static F16 scale(const uint8_t* tile) { return load((const float*)(tile + 512)); }
-  static F16 offset(const uint8_t* tile, F16) { return load((const float*)(tile + 576)); }
+  static F16 offset(const uint8_t* tile) { return load((const float*)(tile + 576)); }
 
   // One group of both stripes of a unit.
   static void unpack(const uint8_t* tile, uint8_t* wide) {
-    for (int step = 0; step < kSteps; step++) store_line(wide + 64 * step, Packed::line(tile, step));
-    F16 scale = Packed::scale(tile);
-    store((float*)(wide + 512), scale);
-    if (kOffset) store((float*)(wide + 576), Packed::offset(tile, scale));
+    for (int step = 0; step < kSteps; step++) store_line(wide + 64 * step, Packed::Dot::widen(Packed::line(tile, step)));
+    store((float*)(wide + 512), Packed::scale(tile));
+    if constexpr (kOffset) store((float*)(wide + 576), Packed::offset(tile));
   }
 };
 
@@ -58,6 +57,11 @@ struct Output {
   float* out;
   int64_t stride;
   bool add;
+};
+
+// Groups `first` .. `first + count` of the inputs.
+struct Range {
+  int first, count;
 };
 
 // Weights to fetch while a block computes: `bytes` per group.
@@ -73,27 +77,29 @@ inline Fetch share_of(const uint8_t* from, int bytes, int groups, int part, int 
   return offset < (int64_t)bytes * groups ? Fetch{from + offset, each} : Fetch{from, 0};
 }
 
-// Rows x Tiles block: tiles of one group lie `between` bytes apart, groups `per_group`.
+// Rows x Tiles block: tiles of one group lie `between` bytes apart, groups `per_group`; `w` is the first of `groups`.
 template <class Format, int Rows, int Tiles>
-inline void block(const uint8_t* w, int64_t between, int64_t per_group, const Activations& x, int row, const Output& o,
-                  Fetch fetch) {
+inline void block(const uint8_t* w, int64_t between, int64_t per_group, const Activations& x, Range groups, int row,
+                  const Output& o, Fetch fetch) {
   using Dot = typename Format::Dot;
-  const int groups = x.cols / kGroup;
-  const int8_t* q = x.q + row * kGroup;
-  const float *scale = x.scale + row, *offset = x.offset + row;
+  const int64_t first = groups.first * x.stride + row;
+  const int8_t* q = x.q + first * kGroup;
+  const float *scale = x.scale + first, *offset = x.offset + first;
+  const int32_t* unbias = x.unbias + first;
   F16 result[Rows][Tiles];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 2
-    for (int t = 0; t < Tiles; t++) result[r][t] = splat(0);
-  for (int g = 0; g < groups; g++, w += per_group, q += x.stride * kGroup, scale += x.stride, offset += x.stride) {
+    for (int t = 0; t < Tiles; t++)
+      result[r][t] = o.add ? load(o.out + (row + r) * o.stride + t * kTileRows) : splat(0);
+  for (int g = 0; g < groups.count; g++) {
     for (int i = 0; i < fetch.bytes; i += 64) __builtin_prefetch(fetch.from + i, 0, Format::kLocality);
     fetch.from += fetch.bytes;
     typename Dot::Sum dots[Rows][Tiles];
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 2
-      for (int t = 0; t < Tiles; t++) dots[r][t] = Dot::zero();
+      for (int t = 0; t < Tiles; t++) dots[r][t] = Dot::start(unbias + r);
 #pragma GCC unroll 8
     for (int i = 0; i < kSteps; i++) {
       const int step = (i >> 1) + 4 * (i & 1);  // both nibbles of a line in turn
@@ -109,32 +115,33 @@ inline void block(const uint8_t* w, int64_t between, int64_t per_group, const Ac
     }
 #pragma GCC unroll 2
     for (int t = 0; t < Tiles; t++) {
-      F16 weight_scale = Format::scale(w + t * between);
-      F16 weight_offset = Format::offset(w + t * between, weight_scale);
+      const F16 weight_scale = Format::scale(w + t * between);
 #pragma GCC unroll 8
-      for (int r = 0; r < Rows; r++) {
-        F16 both = mul(weight_scale, splat(scale[r]));
-        result[r][t] = fma(to_float(Dot::total(dots[r][t])), both, result[r][t]);
-        if (Format::kOffset) result[r][t] = fma(weight_offset, splat(offset[r]), result[r][t]);
+      for (int r = 0; r < Rows; r++)
+        result[r][t] = fma(to_float(Dot::total(dots[r][t])), mul(weight_scale, splat(scale[r])), result[r][t]);
+      if constexpr (Format::kOffset) {
+        const F16 weight_offset = Format::offset(w + t * between);
+#pragma GCC unroll 8
+        for (int r = 0; r < Rows; r++) result[r][t] = fma(weight_offset, splat(offset[r]), result[r][t]);
       }
     }
+    w += per_group;
+    q += x.stride * kGroup;
+    scale += x.stride, offset += x.stride, unbias += x.stride;
   }
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 2
-    for (int t = 0; t < Tiles; t++) {
-      float* to = o.out + (row + r) * o.stride + t * kTileRows;
-      store(to, o.add ? add(load(to), result[r][t]) : result[r][t]);
-    }
+    for (int t = 0; t < Tiles; t++) store(o.out + (row + r) * o.stride + t * kTileRows, result[r][t]);
 }
 
 // `block` with a row count known only at run time.
 template <class Format, int Tiles, int MaxRows>
-inline void block_rows(int rows, const uint8_t* w, int64_t between, int64_t per_group, const Activations& x, int row,
-                       const Output& o, Fetch fetch) {
+inline void block_rows(int rows, const uint8_t* w, int64_t between, int64_t per_group, const Activations& x, Range groups,
+                       int row, const Output& o, Fetch fetch) {
   if constexpr (MaxRows > 1)
-    if (rows < MaxRows) return block_rows<Format, Tiles, MaxRows - 1>(rows, w, between, per_group, x, row, o, fetch);
-  block<Format, MaxRows, Tiles>(w, between, per_group, x, row, o, fetch);
+    if (rows < MaxRows) return block_rows<Format, Tiles, MaxRows - 1>(rows, w, between, per_group, x, groups, row, o, fetch);
+  block<Format, MaxRows, Tiles>(w, between, per_group, x, groups, row, o, fetch);
 }
 
 // Few rows: straight from the packed stream, 16 outputs at a time; the tile stays in L1 for further passes. Unpacking
@@ -149,33 +156,40 @@ void linear_direct(const uint8_t* stripe, int64_t stripe_size, const Activations
     const int passes = (rows + kDirectRows - 1) / kDirectRows;
     for (int row = 0, pass = 0; row < rows; pass++) {
       int count = (rows - row + passes - pass - 1) / (passes - pass);  // equal passes: no lone last row
-      block_rows<Format, 1, kDirectRows>(count, stripe, 0, Format::kBytes, x, row, tile,
+      block_rows<Format, 1, kDirectRows>(count, stripe, 0, Format::kBytes, x, {0, groups}, row, tile,
                                          share_of(stripe + kPrefetchAhead, Format::kBytes, groups, pass, passes));
       row += count;
     }
   }
 }
 
-// Many rows: unpacked once to L1, then blocks of rows, during which the next unit comes to L2.
+// Many rows: unpacked to L1, as many groups as fit there, then blocks of rows, during which the next unit comes to L2.
 template <class Format>
 void linear_wide(const uint8_t* stripe, int64_t stripe_size, const Activations& x, int rows, const Output& o,
                  uint8_t* wide) {
-  const int groups = x.cols / kGroup, tiles = kUnitRows / kTileRows;
-  for (int t = 0; t < tiles; t++)
-    for (int g = 0; g < groups; g++)
-      Wide<Format>::unpack(stripe + t * stripe_size + (int64_t)g * Format::kBytes, wide + (g * tiles + t) * kWideBytes);
+  constexpr int tiles = kUnitRows / kTileRows;
+  const int groups = x.cols / kGroup, pieces = (groups + kWideGroups - 1) / kWideGroups;
   const uint8_t* next = stripe + tiles * stripe_size;
-  const int parts = (rows + kWideRows - 1) / kWideRows * (tiles / kWideTiles);
-  for (int row = 0, part = 0; row < rows;) {
-    const int left = rows - row;
-    int count = left < kWideRows ? left : kWideRows;
-    if (left > kWideRows && left < 2 * kWideRows) count = (left + 1) / 2;
-    for (int t = 0; t < tiles; t += kWideTiles, part++) {
-      Output piece{o.out + t * kTileRows, o.stride, o.add};
-      block_rows<Wide<Format>, kWideTiles, kWideRows>(count, wide + t * kWideBytes, kWideBytes, tiles * kWideBytes, x, row,
-                                                      piece, share_of(next, tiles * Format::kBytes, groups, part, parts));
+  for (int piece = 0, done = 0; piece < pieces; piece++) {
+    const Range range{done, (groups - done + pieces - piece - 1) / (pieces - piece)};
+    for (int t = 0; t < tiles; t++)
+      for (int g = 0; g < range.count; g++)
+        Wide<Format>::unpack(stripe + t * stripe_size + (int64_t)(done + g) * Format::kBytes,
+                             wide + (g * tiles + t) * kWideBytes);
+    const int parts = (rows + kWideRows - 1) / kWideRows * (tiles / kWideTiles);
+    for (int row = 0, part = 0; row < rows;) {
+      const int left = rows - row;
+      int count = left < kWideRows ? left : kWideRows;
+      if (left > kWideRows && left < 2 * kWideRows) count = (left + 1) / 2;
+      for (int t = 0; t < tiles; t += kWideTiles, part++)
+        block_rows<Wide<Format>, kWideTiles, kWideRows>(
+            count, wide + t * kWideBytes, kWideBytes, tiles * kWideBytes, x, range, row,
+            Output{o.out + t * kTileRows, o.stride, o.add || piece > 0},
+            share_of(next, tiles * Format::kBytes, range.count, part, parts));
+      row += count;
     }
-    row += count;
+    done += range.count;
+    next += (int64_t)tiles * Format::kBytes * range.count;
   }
 }
 

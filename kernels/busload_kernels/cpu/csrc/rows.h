@@ -39,7 +39,9 @@ inline void quantise_group(F16 a, F16 b, const Activations& out, int64_t row, in
   store_bytes(q + 16, qb);
   const float scale = peak * (1.f / 127.f);
   out.scale[index] = scale;
-  out.offset[index] = scale * (float)sum_int(add_int(qa, qb));
+  const int32_t sum = sum_int(add_int(qa, qb));
+  out.offset[index] = scale * (float)sum;
+  out.unbias[index] = -128 * sum;
 }
 
 // 1 / sqrt(mean(x^2) + eps), Zhang and Sennrich 2019.

@@ -112,9 +112,10 @@ inline int32_t load_word(const void* p) {
 // A nibble times a signed byte, eight pairs a group: at most 8 * 2 * 15 * 127 = 30480, which 16 bits hold. So the sum of
 // a group needs one widening at its end.
 struct DotNibbles {
-  static constexpr int kBias = 0;
+  using Wide = DotNibbles;
   struct Sum { __m256i a, b; };  // 16-bit
-  static Sum zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+  static Line widen(Line line) { return line; }
+  static Sum start(const int32_t*) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
   static void step(Sum& sum, Line line, int32_t x) {
     __m256i b = _mm256_set1_epi32(x);
     sum.a = _mm256_add_epi16(sum.a, _mm256_maddubs_epi16(line.a, b));
@@ -129,20 +130,28 @@ struct DotNibbles {
 };
 // Bytes of full range would saturate `vpmaddubsw` (2 * 255 * 127). With the bias taken off and the sign moved to the
 // activation a pair is at most 2 * 128 * 127 = 32512; only one pair fits, so each step widens.
-struct DotBytes {
-  static constexpr int kBias = 0;
+struct DotSigned {
   using Sum = I16;
-  static Sum zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-  static __m256i half(__m256i biased, __m256i x) {
-    __m256i w = _mm256_xor_si256(biased, _mm256_set1_epi8((char)0x80));
+  static Sum start(const int32_t*) { return splat_int(0); }
+  static __m256i half(__m256i w, __m256i x) {
     return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)), _mm256_set1_epi16(1));
   }
   static void step(Sum& sum, Line line, int32_t x) {
     __m256i b = _mm256_set1_epi32(x);
     sum.a = _mm256_add_epi32(sum.a, half(line.a, b));
+    pin(sum.a);
     sum.b = _mm256_add_epi32(sum.b, half(line.b, b));
+    pin(sum.b);
   }
   static I16 total(Sum sum) { return sum; }
+};
+struct DotBytes : DotSigned {
+  using Wide = DotSigned;
+  static Line widen(Line biased) {
+    const __m256i bias = _mm256_set1_epi8((char)0x80);
+    return {_mm256_xor_si256(biased.a, bias), _mm256_xor_si256(biased.b, bias)};
+  }
+  static void step(Sum& sum, Line line, int32_t x) { DotSigned::step(sum, widen(line), x); }
 };
 
 // Attention. Keys are bytes with a bias against signed queries; values are signed against weights 0..255. A Word is what 4

@@ -57,17 +57,19 @@ inline int32_t load_word(const void* p) {
   return v;
 }
 
-// Dot products of one line with 4 broadcast bytes, summed over a group. kBias is what the sum carries per activation
-// because bytes are stored with it.
+// Dot products of one line with 4 broadcast bytes, summed over a group. Where bytes carry a bias, `start` takes it out of
+// the sum. Wide tiles hold lines as `widen` makes them, for the steps of Wide.
 struct DotNibbles {  // line 0..15, activations signed
-  static constexpr int kBias = 0;
+  using Wide = DotNibbles;
   using Sum = __m512i;
-  static Sum zero() { return _mm512_setzero_si512(); }
+  static Line widen(Line line) { return line; }
+  static Sum start(const int32_t*) { return _mm512_setzero_si512(); }
   static void step(Sum& sum, Line line, int32_t x) { sum = _mm512_dpbusd_epi32(sum, line, _mm512_set1_epi32(x)); }
   static I16 total(Sum sum) { return sum; }
 };
 struct DotBytes : DotNibbles {  // line: value + 128
-  static constexpr int kBias = 128;
+  using Wide = DotBytes;
+  static Sum start(const int32_t* unbias) { return _mm512_set1_epi32(*unbias); }
 };
 
 // Attention. Keys are bytes with a bias against signed queries; values are signed against weights 0..255. A Word is what 4

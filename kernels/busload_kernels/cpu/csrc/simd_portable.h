@@ -124,8 +124,10 @@ inline int32_t load_word(const void* p) {
 template <class Byte, class Activation, int Bias>
 struct DotPlain {
   static constexpr int kBias = 0;
+  using Wide = DotPlain;
   using Sum = I16;
-  static Sum zero() { return splat_int(0); }
+  static Line widen(Line line) { return line; }
+  static Sum start(const int32_t*) { return splat_int(0); }
   static void step(Sum& sum, Line line, int32_t x) {
     Activation a[4];
     memcpy(a, &x, 4);
