@@ -18,8 +18,8 @@ namespace {
 constexpr int kOwnRows = 4;
 
 struct Buffers {
-  float *x, *qkv, *branch, *cosine, *sine, *logits;
-  Activations normed, attended, gated;
+  float *x, *last, *qkv, *branch, *cosine, *sine, *logits;
+  Activations normed, attended, last_attended, gated;
   Queries queries;
   Activations* own;         // [threads], kOwnRows rows
   ThreadScratch* scratch;   // [threads]
@@ -64,13 +64,15 @@ Buffers lay_out(Arena& arena, const BlModel& m, int threads, int64_t tokens, int
     if (arena.base) b.own[id] = own, b.scratch[id] = scratch, b.sampling[id] = sampling;
   }
   b.x = arena.take<float>(tokens * m.hidden);
-  b.branch = arena.take<float>(tokens * m.hidden);
+  b.last = arena.take<float>(samples * m.hidden);
+  b.branch = arena.take<float>(rows * m.hidden);
   b.qkv = arena.take<float>(tokens * m.layers[0].qkv.rows);
   b.cosine = arena.take<float>(m.num_ropes * tokens * m.head_dim / 2);
   b.sine = arena.take<float>(m.num_ropes * tokens * m.head_dim / 2);
   b.normed = take_activations(arena, rows, m.hidden);
   b.attended = take_activations(arena, tokens, attended);
-  b.gated = take_activations(arena, tokens, m.ffn);
+  b.last_attended = take_activations(arena, samples, attended);
+  b.gated = take_activations(arena, rows, m.ffn);
   b.queries.q = arena.take<int8_t>(tokens * attended);
   b.queries.scale = arena.take<float>(tokens * m.heads);
   b.queries.sum = arena.take<int32_t>(tokens * m.heads);
@@ -83,6 +85,12 @@ struct Row {
 };
 struct Block {  // rows that attend together
   int row, count, chunk;
+};
+
+// What layers add to: `rows` rows of the hidden size.
+struct Stream {
+  float* x;
+  int rows;
 };
 
 }  // namespace
@@ -113,7 +121,7 @@ struct BlEngine {
   int64_t memory_bytes = 0;
 
   std::vector<Row> rows;
-  std::vector<Block> blocks;
+  std::vector<Block> blocks, last_blocks;  // last: with rows that are continued
 
   bool make_room(int64_t tokens, int64_t samples, Buffers& buffers) {
     Arena count{nullptr};
@@ -151,7 +159,15 @@ struct BlEngine {
             !within(shaping->bias_tokens, shaping->num_biases, model.vocab))
           return false;
     const int64_t tokens = (int64_t)rows.size();
-    return within(step.tokens, tokens, model.vocab) && within(step.sample_rows, step.num_samples, tokens);
+    if (!within(step.tokens, tokens, model.vocab) || !within(step.sample_rows, step.num_samples, tokens)) return false;
+    std::vector<bool> continued(tokens);
+    for (int i = 0; i < step.num_samples; i++) continued[step.sample_rows[i]] = true;
+    last_blocks.clear();
+    for (const Block& block : blocks) {
+      const auto first = continued.begin() + block.row, end = first + block.count;
+      if (std::find(first, end, true) != end) last_blocks.push_back(block);
+    }
+    return true;
   }
 };
 
@@ -167,16 +183,21 @@ struct Pass {
   const Kernels& k = *engine.kernels;
   Team& team = engine.team;
   const int tokens = (int)engine.rows.size();
+  const Stream all{buffers.x, tokens}, last{buffers.last, step.num_samples};
 
   void operator()(int id) {
     engine.profile.begin(id);
     embed(id);
     end(id, kEmbed);
-    for (int l = 0; l < m.num_layers; l++) {
-      attention(id, m.layers[l], l);
-      feed_forward(id, m.layers[l]);
+    for (int l = 0; l < m.num_layers - 1; l++) {
+      write_keys(id, m.layers[l], l);
+      attend(id, m.layers[l], l, engine.blocks);
+      add_linear(id, all, m.layers[l].attention_output, buffers.attended, m.layers[l].post_attention_norm, kOutput);
+      feed_forward(id, all, m.layers[l]);
     }
-    if (step.num_samples) continue_rows(id);
+    const int l = m.num_layers - 1;
+    write_keys(id, m.layers[l], l);
+    if (step.num_samples) continue_rows(id, m.layers[l], l);
   }
 
   void end(int id, Phase phase) { engine.profile.end(id, phase, team.spun(id)); }
@@ -198,37 +219,46 @@ struct Pass {
     });
   }
 
-  // RMSNorm and quantisation of `count` rows of x; row i of the result is row index(i) of x.
-  template <class Index>
-  const Activations& norm(int id, const float* weight, int count, Index index) {
-    const bool own = count <= kOwnRows;
+  static void copy_row(const Activations& from, int64_t row, const Activations& to, int64_t to_row) {
+    for (int g = 0; g < from.cols / kGroup; g++) {
+      const int64_t i = g * from.stride + row, j = g * to.stride + to_row;
+      memcpy(to.q + j * kGroup, from.q + i * kGroup, kGroup);
+      to.scale[j] = from.scale[i], to.offset[j] = from.offset[i], to.unbias[j] = from.unbias[i];
+    }
+  }
+
+  // RMSNorm and quantisation.
+  const Activations& norm(int id, const Stream& stream, const float* weight) {
+    const bool own = stream.rows <= kOwnRows;
     const Activations& out = own ? buffers.own[id] : buffers.normed;
-    auto one = [&](int i) { k.norm_quantise(row(buffers.x, index(i), m.hidden), weight, m.norm_eps, out, i); };
+    auto one = [&](int r) { k.norm_quantise(row(stream.x, r, m.hidden), weight, m.norm_eps, out, r); };
     if (own)
-      for (int i = 0; i < count; i++) one(i);
+      for (int r = 0; r < stream.rows; r++) one(r);
     else
-      team.share(id, count, one);
+      team.share(id, stream.rows, one);
     end(id, kNorm);
     return out;
   }
 
   // x += linear(in), by way of RMSNorm where the architecture has one there.
-  void add_linear(int id, const BlMatrix& matrix, const Activations& in, const float* post_norm, Phase phase) {
-    float* out = post_norm ? buffers.branch : buffers.x;
+  void add_linear(int id, const Stream& stream, const BlMatrix& matrix, const Activations& in, const float* post_norm,
+                  Phase phase) {
+    float* out = post_norm ? buffers.branch : stream.x;
     team.share(id, matrix.rows / kUnitRows, [&](int unit) {
-      k.linear(matrix, unit, in, tokens, out + unit * kUnitRows, m.hidden, !post_norm, buffers.scratch[id]);
+      k.linear(matrix, unit, in, stream.rows, out + unit * kUnitRows, m.hidden, !post_norm, buffers.scratch[id]);
     });
     if (post_norm)
-      team.share(id, tokens, [&](int r) {
-        k.norm_add(row(buffers.x, r, m.hidden), row(out, r, m.hidden), post_norm, m.norm_eps, m.hidden);
+      team.share(id, stream.rows, [&](int r) {
+        k.norm_add(row(stream.x, r, m.hidden), row(out, r, m.hidden), post_norm, m.norm_eps, m.hidden);
       });
     end(id, phase);
   }
 
-  void attention(int id, const BlLayer& layer, int index) {
+  // Queries, keys and values of all rows; keys and values go to the cache.
+  void write_keys(int id, const BlLayer& layer, int index) {
     const int half = m.head_dim / 2, width = layer.qkv.rows;
     uint8_t* kv = engine.kv + index * engine.layer_bytes;
-    const Activations& normed = norm(id, layer.attention_norm, tokens, [](int i) { return i; });
+    const Activations& normed = norm(id, all, layer.attention_norm);
     team.share(id, width / kUnitRows, [&](int unit) {
       k.linear(layer.qkv, unit, normed, tokens, buffers.qkv + unit * kUnitRows, width, false, buffers.scratch[id]);
     });
@@ -241,18 +271,21 @@ struct Pass {
                      tile, at.position % kBlockTokens);
     });
     end(id, kRotate);
-    const int jobs = (int)engine.blocks.size() * m.kv_heads;
+  }
+
+  void attend(int id, const BlLayer& layer, int index, const std::vector<Block>& blocks) {
+    const uint8_t* kv = engine.kv + index * engine.layer_bytes;
+    const int jobs = (int)blocks.size() * m.kv_heads;
     team.share(id, jobs, [&](int i) {
-      AttendJob job = attend_job(layer, kv, i);
-      if (i + 1 < jobs) first_tiles(attend_job(layer, kv, i + 1), job.next);
+      AttendJob job = attend_job(layer, kv, blocks, i);
+      if (i + 1 < jobs) first_tiles(attend_job(layer, kv, blocks, i + 1), job.next);
       k.attend(job);
     });
     end(id, kAttend);
-    add_linear(id, layer.attention_output, buffers.attended, layer.post_attention_norm, kOutput);
   }
 
-  AttendJob attend_job(const BlLayer& layer, const uint8_t* kv, int index) const {
-    const Block& block = engine.blocks[index / m.kv_heads];
+  AttendJob attend_job(const BlLayer& layer, const uint8_t* kv, const std::vector<Block>& blocks, int index) const {
+    const Block& block = blocks[index / m.kv_heads];
     return {&m, buffers.queries, block.row, block.count, engine.rows[block.row].position, index % m.kv_heads, layer.window,
             table(block.chunk), kv, engine.block_bytes, {}, buffers.attended};
   }
@@ -264,23 +297,32 @@ struct Pass {
       tiles[i] = job.kv + job.blocks[first + i] * job.block_bytes + job.kv_head * kv_tile_bytes(job.model->head_dim);
   }
 
-  void feed_forward(int id, const BlLayer& layer) {
-    const Activations& normed = norm(id, layer.ffn_norm, tokens, [](int i) { return i; });
+  void feed_forward(int id, const Stream& stream, const BlLayer& layer) {
+    const Activations& normed = norm(id, stream, layer.ffn_norm);
     const ThreadScratch& scratch = buffers.scratch[id];
     team.share(id, m.ffn / kGroup, [&](int group) {
       for (int part = 0; part < 2; part++)
-        k.linear(layer.gate_up, 2 * group + part, normed, tokens, scratch.gate + part * kUnitRows, 2 * kUnitRows, false, scratch);
-      k.gate(scratch.gate, tokens, m.activation, buffers.gated, group);
+        k.linear(layer.gate_up, 2 * group + part, normed, stream.rows, scratch.gate + part * kUnitRows, 2 * kUnitRows, false,
+                 scratch);
+      k.gate(scratch.gate, stream.rows, m.activation, buffers.gated, group);
     });
     end(id, kGateUp);
-    add_linear(id, layer.down, buffers.gated, layer.post_ffn_norm, kDown);
+    add_linear(id, stream, layer.down, buffers.gated, layer.post_ffn_norm, kDown);
   }
 
-  void continue_rows(int id) {
+  // The last layer from its attention on, and what follows, only for the rows that are continued.
+  void continue_rows(int id, const BlLayer& layer, int index) {
+    attend(id, layer, index, engine.last_blocks);
+    team.share(id, last.rows, [&](int s) {
+      memcpy(row(last.x, s, m.hidden), row(buffers.x, step.sample_rows[s], m.hidden), m.hidden * sizeof(float));
+      copy_row(buffers.attended, step.sample_rows[s], buffers.last_attended, s);
+    });
+    add_linear(id, last, layer.attention_output, buffers.last_attended, layer.post_attention_norm, kOutput);
+    feed_forward(id, last, layer);
     const int count = step.num_samples, width = m.output.rows;
-    const Activations& last = norm(id, m.final_norm, count, [&](int i) { return step.sample_rows[i]; });
+    const Activations& normed = norm(id, last, m.final_norm);
     team.share(id, width / kUnitRows, [&](int unit) {
-      k.linear(m.output, unit, last, count, buffers.logits + unit * kUnitRows, width, false, buffers.scratch[id]);
+      k.linear(m.output, unit, normed, count, buffers.logits + unit * kUnitRows, width, false, buffers.scratch[id]);
     });
     end(id, kHead);
     team.share(id, count, [&](int s) {
