@@ -7,7 +7,7 @@ before it was written gives another token or a `KeyError`.
 
 from collections.abc import Sequence
 
-from busload_runtime.engine.plan import Chunk, Plan, Sampled
+from busload_runtime.engine.plan import Chunk, Plan, Sampled, SamplingParams
 
 VOCABULARY = 50_000
 
@@ -28,6 +28,7 @@ class HashingExecutor:
         self.num_blocks = num_blocks
         self.steps = 0
         self._written: dict[tuple[int, int], int] = {}
+        self._tokens: dict[tuple[int, int], int] = {}
 
     def activation_bytes(self, token_budget: int, batch_size: int) -> int:
         return 1024 * token_budget + 4096 * batch_size
@@ -47,8 +48,10 @@ class HashingExecutor:
             for position, token in enumerate(chunk.tokens, chunk.start):
                 before = self._written[self._place(chunk, position - 1)] if position else 0
                 self._written[self._place(chunk, position)] = _mix(token, position, before)
+                self._tokens[self._place(chunk, position)] = token
         for chunk in plan.chunks:
             if chunk.sampling is not None:
+                self._check_history(chunk, chunk.sampling)
                 content = [self._written[self._place(chunk, position)] for position in range(chunk.length_after)]
                 sampled.append(Sampled(chunk.request_id, draw(content, chunk.sampling.seed, chunk.sample_index)))
         return sampled
@@ -64,6 +67,14 @@ class HashingExecutor:
             own = set(chunk.blocks[chunk.start // self.block_size :])
             assert not own & written, "two chunks write one block"
             written |= own
+
+    def _check_history(self, chunk: Chunk, sampling: SamplingParams) -> None:
+        if sampling.shaping is None or not sampling.shaping.penalises:
+            assert chunk.history is None, "a history that nobody asked for"
+        else:
+            assert chunk.history is not None
+            written = [self._tokens[self._place(chunk, position)] for position in range(chunk.length_after)]
+            assert chunk.history.tolist() == written
 
     def _place(self, chunk: Chunk, position: int) -> tuple[int, int]:
         return chunk.blocks[position // self.block_size], position % self.block_size

@@ -7,7 +7,7 @@ from busload_runtime.contract import Limits
 from busload_runtime.engine.loop import Engine
 from busload_runtime.engine.memory import Budget, LimitsImpossible, MemoryPlan
 from busload_runtime.engine.messages import Submit, TokenOut
-from busload_runtime.engine.plan import Plan, Sampled
+from busload_runtime.engine.plan import Plan, Sampled, SamplingParams, Shaping
 
 LIMITS = Limits(64, 2, 100, 16, 0, 0)
 
@@ -53,6 +53,29 @@ def run_all(engine: Engine) -> list[TokenOut]:
     while engine.has_work:
         outputs += engine.step()
     return outputs
+
+
+def test_a_request_carries_only_what_it_asks_for() -> None:
+    engine, executor = build(Clock())
+    asked = {
+        1: Submit(1, [1, 2, 3], 2),
+        2: Submit(2, [1, 2, 3], 2, min_p=0.1, temperature=0.5, top_k=3, top_p=0.9, seed=4),
+        3: Submit(3, [1, 2, 3], 2, logit_bias={5: 1.5, 2: -1.0}, frequency_penalty=0.5),
+    }
+    plans: list[Plan] = []
+    executor.run = lambda plan, run=executor.run: plans.append(plan) or run(plan)  # type: ignore[method-assign]
+    for message in asked.values():
+        assert engine.submit(message) == []
+    run_all(engine)
+    seen = {chunk.request_id: chunk.sampling for plan in plans for chunk in plan.chunks}
+    assert seen == {
+        1: SamplingParams(),
+        2: SamplingParams(0.5, 0.9, 3, 4, 0.1),
+        3: SamplingParams(shaping=Shaping(logit_bias=((5, 1.5), (2, -1.0)), frequency_penalty=0.5)),
+    }
+    for ids in ({-1: 1.0}, {executor.vocab_size: 1.0}):
+        (refused,) = engine.submit(Submit(4, [1], 2, logit_bias=ids))
+        assert refused.error == f"logit_bias ids must be from 0 to {executor.vocab_size - 1}"
 
 
 def test_integrals_are_levels_times_the_time_they_held() -> None:

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from scheduler_checks import check_idle, check_scheduler, run_step, run_until_idle, texts
 
 from busload_runtime.contract import Limits
-from busload_runtime.engine.plan import SamplingParams
+from busload_runtime.engine.plan import SamplingParams, Shaping
 from busload_runtime.engine.request import Output, Request
 from busload_runtime.engine.scheduler import RequestRefused, Scheduler
 
@@ -21,6 +21,8 @@ prompts = st.builds(
     st.integers(0, 16),
     st.lists(st.integers(1, 2), min_size=1, max_size=12),
 )
+# The executor checks that it gets the tokens so far with penalties, and with nothing else.
+shapings = st.sampled_from((None, Shaping(logit_bias=((1, 2.0),)), Shaping(presence_penalty=1.0)))
 limits = st.builds(
     lambda length, batch, budget: Limits(length, batch, 90, max(budget, batch), 0, 0),
     st.integers(16, 64),
@@ -41,11 +43,11 @@ class AnyTraffic(RuleBasedStateMachine):
         self.received: dict[int, list[int]] = {}
         self.capacity: dict[int, int] = {}  # smallest pool each request has lived through, in tokens
 
-    @rule(prompt=prompts, max_tokens=st.integers(1, 30), seed=st.integers(0, 3))
-    def add(self, prompt: list[int], max_tokens: int, seed: int) -> None:
+    @rule(prompt=prompts, max_tokens=st.integers(1, 30), seed=st.integers(0, 3), shaping=shapings)
+    def add(self, prompt: list[int], max_tokens: int, seed: int, shaping: Shaping | None) -> None:
         request_id = self.next_id
         self.next_id += 1
-        sampling = SamplingParams(seed=seed)
+        sampling = SamplingParams(seed=seed, shaping=shaping)
         request = Request(request_id, list(prompt), max_tokens, sampling=sampling, arrived=self.now)
         limit, capacity = self.scheduler.limits.max_sequence_length, self.scheduler.capacity
         try:

@@ -25,7 +25,6 @@ from busload_runtime.executors.cpu_threads import usable_threads
 from busload_runtime.executors.create import create_executor
 from busload_runtime.executors.errors import ExecutorError
 from busload_runtime.executors.reference import ReferenceExecutor
-from busload_runtime.executors.sampling import sample
 from busload_runtime.model.errors import ModelError
 from busload_runtime.model.load import load_text_model, load_weights
 
@@ -176,35 +175,6 @@ def test_threads_change_no_bit(model: Path, isa: str) -> None:
             np.testing.assert_array_equal(all_logits(executor, TOKENS), expected)
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    temperature=st.sampled_from((0.0, 0.3, 1.0, 5.0)),
-    top_p=st.sampled_from((1.0, 0.9, 0.3, 1e-6)),
-    top_k=st.sampled_from((0, 1, 3, 20, 250, 10_000)),
-    seed=st.integers(-(2**63), 2**64 - 1),
-    index=st.integers(0, 10_000),
-)
-def test_draws_are_those_of_the_reference(
-    executor: CpuExecutor, temperature: float, top_p: float, top_k: int, seed: int, index: int
-) -> None:
-    params = SamplingParams(temperature, top_p, top_k, seed)
-    chunk = whole(executor, TOKENS[:7])
-    logits = executor.logits([chunk], [6])[0]
-    (drawn,) = executor.run(Plan((Chunk(9, chunk.tokens, 0, chunk.blocks, params, index),)))
-    assert drawn.request_id == 9
-    assert drawn.token == sample(logits, params, index)
-
-
-def test_only_chunks_with_sampling_draw(executor: CpuExecutor) -> None:
-    silent = Chunk(1, (1, 2, 3), 0, (0,), None)
-    loud = Chunk(2, (4, 5), 0, (1,), GREEDY)
-    assert executor.run(Plan((silent,))) == []
-    assert executor.run(Plan(())) == []
-    alone = executor.run(Plan((loud,)))
-    assert [one.request_id for one in alone] == [2]
-    assert executor.run(Plan((silent, loud))) == alone
-
-
 def test_greedy_text_of_a_real_model_is_the_references() -> None:
     """Where the reference is sure (the best token leads by two logits), both choose alike; elsewhere nearly always."""
     text, reference = load_text_model(SMOLLM), open_reference(SMOLLM)
@@ -300,30 +270,6 @@ def _mapped() -> int:
     text = Path("/proc/self/smaps").read_text()
     areas = re.findall(r"Size: +(\d+) kB.*?VmFlags: ([a-z0-9 ]+)", text, re.DOTALL)
     return sum(1024 * int(size) for size, flags in areas if "hg" in flags.split())
-
-
-def test_plans_that_name_what_is_not_there_are_refused(executor: CpuExecutor) -> None:
-    for chunk in (
-        Chunk(1, (1,), 0, (BLOCKS,), GREEDY),
-        Chunk(1, (1,), 0, (-1,), GREEDY),
-        Chunk(1, (executor.vocab_size,), 0, (0,), GREEDY),
-        Chunk(1, (-1,), 0, (0,), GREEDY),
-    ):
-        with pytest.raises(ExecutorError, match=rf"does not exist \(blocks: {BLOCKS}\)"):
-            executor.run(Plan((chunk,)))
-
-
-@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.0)])
-def test_output_that_is_not_a_number_is_an_error(tmp_path: Path, params: SamplingParams) -> None:
-    shape = tiny(seed=1)
-    shape.write(tmp_path / "good.gguf")
-    raw = (tmp_path / "good.gguf").read_bytes()
-    # The last tensor of the file is the final norm: the largest finite numbers overflow.
-    (tmp_path / "bad.gguf").write_bytes(raw[: -4 * shape.hidden] + b"\xff\xff\x7f\x7f" * shape.hidden)
-    for isa in ISAS:
-        executor = open_cpu(tmp_path / "bad.gguf", isa)
-        with pytest.raises(ExecutorError, match=r"request 5: the model's output is not a number at position 2;"):
-            executor.run(Plan((Chunk(5, (1, 2), 0, (0,), params),)))
 
 
 @pytest.mark.parametrize("precision", [Type.Q4_1, Type.Q8_0, Type.F16, Type.F32], ids=lambda kind: kind.name)

@@ -91,26 +91,6 @@ def test_threads_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
         assert usable_threads() >= 1
 
 
-def test_plan_without_sampling_returns_nothing(executor: ReferenceExecutor) -> None:
-    assert executor.run(Plan((Chunk(1, (1, 2, 3), 0, (0,), None),))) == []
-    assert executor.run(Plan(())) == []
-
-
-@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
-def test_output_that_is_not_a_number_is_an_error(tmp_path: Path) -> None:
-    model = TinyLlama(seed=1)
-    model.write(tmp_path / "good.gguf")
-    raw = (tmp_path / "good.gguf").read_bytes()
-    # The last tensor of the file is the final norm. Finite weights, so the file loads; their products overflow.
-    huge = np.full(model.hidden, np.finfo(np.float32).max, dtype="<f4").tobytes()
-    (tmp_path / "bad.gguf").write_bytes(raw[: -len(huge)] + huge)
-    executor = create_executor("reference", str(tmp_path / "bad.gguf"))
-    executor.reserve(1)
-    executor.resize(1)
-    with pytest.raises(ExecutorError, match=r"request 5: the model's output is not a number at position 2;"):
-        executor.run(Plan((Chunk(5, (1, 2), 0, (0,), GREEDY),)))
-
-
 def test_unknown_executor() -> None:
     with pytest.raises(ExecutorError, match=r"executor 'gpu' is unknown; allowed: reference"):
         create_executor("gpu", "model.gguf")
@@ -174,14 +154,3 @@ def test_resizing_never_touches_what_stays(sizes: list[int]) -> None:
             assert (pool.blocks[:, :, :kept] == stamp - 1).all()
         pool.blocks[:] = stamp
         kept = size
-
-
-def test_resize_beyond_the_reservation(executor: ReferenceExecutor) -> None:
-    with pytest.raises(ExecutorError, match="cannot resize the KV cache to 257 blocks; reserved: 256"):
-        executor.resize(257)
-
-
-def test_reservation_beyond_the_address_space(executor: ReferenceExecutor, tmp_path: Path) -> None:
-    TinyLlama().write(tmp_path / "tiny.gguf")
-    with pytest.raises(ExecutorError, match=r"cannot reserve \d+ KV blocks \(\d+ bytes of address space\)"):
-        ReferenceExecutor(load_weights(str(tmp_path / "tiny.gguf"))).reserve(2**44)

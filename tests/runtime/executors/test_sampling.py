@@ -4,10 +4,9 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import TopKLogitsWarper, TopPLogitsWarper
+from warped import probabilities
 
 from busload_runtime.engine.plan import SamplingParams
 from busload_runtime.executors.sampling import sample, uniform
@@ -18,23 +17,26 @@ def draws(logits: np.ndarray, count: int, **params: float) -> Counter[int]:
     return Counter(sample(logits, chosen, index) for index in range(count))
 
 
-def kept_by_transformers(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    scores = torch.tensor(logits, dtype=torch.float64)[None] / temperature
-    if top_k:
-        scores = TopKLogitsWarper(top_k)(None, scores)
-    if top_p < 1:
-        scores = TopPLogitsWarper(top_p)(None, scores)
-    return torch.softmax(scores, -1)[0].numpy()
-
-
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 5, 1.0), (1.0, 0, 0.8), (1.3, 10, 0.6), (1.0, 1, 1.0), (1.0, 0, 1e-6)],
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.5, 0, 1.0, 0.0),
+        (2.0, 5, 1.0, 0.0),
+        (1.0, 0, 0.8, 0.0),
+        (1.3, 10, 0.6, 0.0),
+        (1.0, 1, 1.0, 0.0),
+        (1.0, 0, 1e-6, 0.0),
+        (1.0, 0, 1.0, 0.05),
+        (3.0, 0, 1.0, 0.5),
+        (2.0, 10, 0.9, 0.1),
+        (1.0, 0, 1.0, 1.0),
+    ],
 )
-def test_frequencies_are_the_probabilities(temperature: float, top_k: int, top_p: float) -> None:
+def test_the_frequencies_of_sample(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     logits = np.random.default_rng(5).normal(0, 2, 40).astype(np.float32)
-    expected = kept_by_transformers(logits, temperature, top_k, top_p)
-    seen = draws(logits, 4000, temperature=temperature, top_k=top_k, top_p=top_p, seed=11)
+    expected = probabilities(logits, temperature, top_k, top_p, min_p)
+    seen = draws(logits, 4000, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=11)
     assert set(seen) <= set(np.flatnonzero(expected).tolist())
     frequencies = np.array([seen[token] for token in range(40)]) / 4000
     # 4.5 standard deviations of a binomial share; the seed is fixed, so this never flickers.
@@ -45,7 +47,7 @@ def test_top_p_on_a_large_vocabulary() -> None:
     rng = np.random.default_rng(2)
     for spread in (0.01, 1.0, 6.0):  # the nucleus is nearly everything, a lot, a few
         logits = rng.normal(0, spread, 20000).astype(np.float32)
-        expected = kept_by_transformers(logits, 1.0, 0, 0.7)
+        expected = probabilities(logits, 1.0, 0, 0.7)
         seen = draws(logits, 300, top_p=0.7, seed=1)
         assert set(seen) <= set(np.flatnonzero(expected).tolist())
 

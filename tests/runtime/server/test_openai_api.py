@@ -153,6 +153,47 @@ def test_stop_token_ids_end_the_text_without_showing_the_token(tiny: LiveServer)
     assert (choice["text"], choice["finish_reason"]) == (full[: full.index(full[6])], "stop")
 
 
+def letter(character: str) -> str:
+    """The token id of a character in the tiny vocabulary, as `logit_bias` has it: three control tokens, then bytes."""
+    return str(3 + ord(character))
+
+
+def test_logit_bias_chooses_the_text(tiny: LiveServer) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 8, "n": 2, "logit_bias": {letter("Q"): 100}}
+    assert [choice["text"] for choice in tiny.complete(**body).json()["choices"]] == ["Q" * 8] * 2
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 8, "logit_bias": {letter("Q"): 100}}
+    answer = tiny.http.post("/v1/chat/completions", json=chat).json()
+    assert answer["choices"][0]["message"]["content"] == "Q" * 8
+    plain = tiny.complete(prompt=PROMPT, max_tokens=8, temperature=0).json()["choices"][0]["text"]
+    banned = {letter(character): -100 for character in plain}
+    other = tiny.complete(prompt=PROMPT, max_tokens=8, temperature=0, logit_bias=banned).json()["choices"][0]["text"]
+    assert not set(other) & set(plain)
+
+
+def test_penalties_work_against_repetition(tiny: LiveServer) -> None:
+    body = {"prompt": "AAAA", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    two = {"logit_bias": {letter("A"): 100, letter("B"): 80}}
+
+    def text(**fields: Any) -> str:
+        return str(tiny.complete(**body, **fields).json()["choices"][0]["text"])
+
+    assert text(**two) == "A" * 40
+    often = text(**two, frequency_penalty=2)
+    assert set(often) == {"A", "B"}
+    assert 8 <= often.count("B") <= 24
+    assert text(**two, presence_penalty=2) == "A" * 40  # taken off once
+    assert text(**two, repetition_penalty=10).startswith("B")  # the prompt counts
+    whole = tiny.complete(**body, frequency_penalty=1.5, repetition_penalty=1.2).json()["choices"][0]["text"]
+    assert text_of(tiny.stream(**body, frequency_penalty=1.5, repetition_penalty=1.2)) == whole
+    assert len(set(whole)) > len(set(text()))
+
+
+def test_min_p_of_one_is_greedy(tiny: LiveServer) -> None:
+    greedy = tiny.complete(prompt=PROMPT, max_tokens=20, temperature=0).json()["choices"][0]["text"]
+    assert tiny.complete(prompt=PROMPT, max_tokens=20, temperature=2, min_p=1).json()["choices"][0]["text"] == greedy
+    assert tiny.complete(prompt=PROMPT, max_tokens=20, temperature=2, seed=1).json()["choices"][0]["text"] != greedy
+
+
 def test_cached_tokens_are_reported_both_ways(tiny: LiveServer) -> None:
     prompt = [20 + i % 50 for i in range(100)]
     first = tiny.complete(prompt=prompt, max_tokens=1).json()["usage"]
@@ -185,6 +226,9 @@ def test_default_and_too_large_max_tokens_use_the_room_that_is_left(tiny: LiveSe
         ({"prompt": "hello " * 5000}, 400, "context_length_exceeded", "prompt"),
         ({"min_tokens": 5000}, 400, None, "min_tokens"),
         ({"stop_token_ids": [999999]}, 400, None, "stop_token_ids"),
+        ({"logit_bias": {"999999": 1}}, 400, None, "logit_bias"),
+        ({"logit_bias": {"a": 1}}, 400, None, "logit_bias"),
+        ({"frequency_penalty": 3}, 400, None, "frequency_penalty"),
         ({"model": "gpt-5"}, 404, "model_not_found", "model"),
         ({"temperature": -1}, 400, None, "temperature"),
         ({"logprobs": 3}, 400, "unsupported_parameter", "logprobs"),

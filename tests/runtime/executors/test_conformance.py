@@ -1,0 +1,394 @@
+"""What every executor must do, by the contract alone. Speed, rounding and memory of each are in its own tests."""
+
+import re
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from generating import GREEDY, AnyExecutor, generate, sized
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from tiny_llama import TinyLlama
+from transformers import RepetitionPenaltyLogitsProcessor
+from warped import probabilities
+
+from busload_kernels.cpu import library
+from busload_runtime.engine.plan import Chunk, Plan, Sampled, SamplingParams, Shaping
+from busload_runtime.executors.contract import Executor
+from busload_runtime.executors.cpu import CpuExecutor
+from busload_runtime.executors.errors import ExecutorError
+from busload_runtime.executors.reference import ReferenceExecutor
+from busload_runtime.executors.sampling import sample
+from busload_runtime.model.load import load_weights
+
+BLOCKS = 128
+VOCABULARY = 262
+EXECUTORS: dict[str, Callable[[str], AnyExecutor]] = {
+    "reference": lambda path: ReferenceExecutor(load_weights(path), num_threads=2),
+    **{
+        f"cpu-{isa}": lambda path, isa=isa: CpuExecutor(load_weights(path), threads=2, isa=isa)
+        for isa in library.usable_isas()
+    },
+}
+# Largest difference between a logit computed alone and in any batch, relative to the largest logit. The reference
+# multiplies prompt pieces in one product of any shape, which BLAS sums in any order.
+TOLERANCE = {"reference": 1e-5}
+
+
+def tiny(**changes: object) -> TinyLlama:
+    shape = {"layers": 2, "heads": 6, "kv_heads": 2, "head_dim": 32, "ffn": 160, "context": 512}
+    return TinyLlama(**{**shape, **changes})  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module", params=EXECUTORS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def executor(name: str, tmp_path_factory: pytest.TempPathFactory) -> AnyExecutor:
+    return make(name, tmp_path_factory.mktemp("model"), tiny())
+
+
+def make(name: str, folder: Path, model: TinyLlama) -> AnyExecutor:
+    model.write(folder / "tiny.gguf")
+    return sized(EXECUTORS[name](str(folder / "tiny.gguf")), BLOCKS)
+
+
+def blocks_for(executor: Executor, length: int, first: int = 0) -> tuple[int, ...]:
+    return tuple(range(first, first - (-length // executor.block_size)))
+
+
+def random_tokens(count: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(0, VOCABULARY, count).tolist())
+
+
+def last_logits(executor: AnyExecutor, tokens: Sequence[int]) -> NDArray[np.float32]:
+    chunk = Chunk(1, tuple(tokens), 0, blocks_for(executor, len(tokens)), None)
+    return executor.logits([chunk], [len(tokens) - 1])[0]
+
+
+def test_it_says_what_it_is(executor: AnyExecutor) -> None:
+    contract: Executor = executor
+    assert contract.vocab_size == len(tiny().tokens) == VOCABULARY
+    assert contract.context_length == 512
+    assert contract.block_size >= 1
+    assert contract.bytes_per_block % contract.block_size == 0
+    assert contract.weight_bytes > 192 * VOCABULARY
+    assert contract.copy_bandwidth > 1e8
+    assert contract.activation_bytes(64, 8) > 0
+
+
+# Batches.
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_neither_cuts_nor_batch_mates_nor_places_change_the_result(
+    name: str, executor: AnyExecutor, data: st.DataObject
+) -> None:
+    """Each prompt alone and whole; then all together, cut at random, in random order, on scattered blocks."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    lengths = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=10))
+    prompts = [rng.integers(0, VOCABULARY, length).tolist() for length in lengths]
+    alone = [last_logits(executor, prompt) for prompt in prompts]
+
+    table = iter(rng.permutation(BLOCKS).tolist())
+    blocks = [tuple(next(table) for _ in blocks_for(executor, length)) for length in lengths]
+    done = [0] * len(prompts)
+    while done != lengths:
+        chunks = []
+        for request in rng.permutation(len(prompts)).tolist():
+            size = min(lengths[request] - done[request], int(rng.choice((0, 1, 1, 2, 5, 17, 40))))
+            if size:
+                tokens = tuple(prompts[request][done[request] : done[request] + size])
+                used = blocks[request][: len(blocks_for(executor, done[request] + size))]
+                chunks.append(Chunk(request, tokens, done[request], used, None))
+                done[request] += size
+        ends = np.cumsum([len(chunk.tokens) for chunk in chunks], dtype=int).tolist()
+        finished = [
+            (chunk.request_id, end - 1)
+            for chunk, end in zip(chunks, ends, strict=True)
+            if chunk.length_after == lengths[chunk.request_id]
+        ]
+        # The reference wants decodes first in `logits`; `run` sorts them itself.
+        order = sorted(range(len(chunks)), key=lambda i: len(chunks[i].tokens) > 1)
+        moved = np.cumsum([0] + [len(chunks[i].tokens) for i in order]).tolist()
+        rows = {chunks[i].request_id: moved[place + 1] - 1 for place, i in enumerate(order)}
+        logits = executor.logits([chunks[i] for i in order], [rows[request] for request, _ in finished])
+        for (request, _), row in zip(finished, logits, strict=True):
+            bound = TOLERANCE.get(name, 0.0) * np.abs(alone[request]).max()
+            np.testing.assert_allclose(row, alone[request], atol=bound, rtol=0)
+
+
+def test_tokens_come_in_the_order_of_the_plan_from_chunks_that_draw(executor: AnyExecutor) -> None:
+    silent = Chunk(1, random_tokens(3), 0, (0,), None)
+    prompt = Chunk(2, random_tokens(9, 1), 0, (1,), GREEDY)
+    decode = Chunk(3, random_tokens(1, 2), 0, (2,), GREEDY)
+    assert executor.run(Plan(())) == []
+    assert executor.run(Plan((silent,))) == []
+    alone = {chunk.request_id: executor.run(Plan((chunk,)))[0] for chunk in (prompt, decode)}
+    assert executor.run(Plan((silent, prompt, decode))) == [alone[2], alone[3]]
+    assert executor.run(Plan((decode, silent, prompt))) == [alone[3], alone[2]]
+
+
+def test_texts_do_not_depend_on_the_pool_size(executor: AnyExecutor) -> None:
+    """Blocks that stay keep their content when others go and come back."""
+    prompts = [random_tokens(20, seed) for seed in range(3)]
+    expected = generate(executor, prompts, 8)
+    first = [
+        executor.run(Plan((Chunk(i, p, 0, blocks_for(executor, 20, 4 * i), GREEDY),))) for i, p in enumerate(prompts)
+    ]
+    executor.resize(12)
+    executor.resize(BLOCKS)
+    second = tuple(
+        Chunk(i, (drawn.token,), 20, blocks_for(executor, 21, 4 * i), GREEDY, 1) for i, (drawn,) in enumerate(first)
+    )
+    assert [drawn.token for drawn in executor.run(Plan(second))] == [text[1] for text in expected]
+
+
+def test_the_pool_has_bounds(executor: AnyExecutor) -> None:
+    inside, outside = (Chunk(1, (1,), 0, (block,), GREEDY) for block in (9, 10))
+    executor.resize(10)
+    try:
+        assert len(executor.run(Plan((inside,)))) == 1
+        with pytest.raises(ExecutorError, match=r"does not exist \(blocks: 10\)"):
+            executor.run(Plan((outside,)))
+        for wrong in (BLOCKS + 1, -1):
+            with pytest.raises(
+                ExecutorError, match=f"cannot resize the KV cache to {wrong} blocks; reserved: {BLOCKS}"
+            ):
+                executor.resize(wrong)
+        assert len(executor.run(Plan((inside,)))) == 1
+    finally:
+        executor.resize(BLOCKS)
+
+
+BIASED = Shaping(logit_bias=((VOCABULARY, 1.0),))
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        Chunk(1, (1,), 0, (BLOCKS,), GREEDY),
+        Chunk(1, (1,), 0, (-1,), GREEDY),
+        Chunk(1, (1,), 0, (), GREEDY),
+        Chunk(1, (1,) * 65, 0, (0, 1), GREEDY),
+        Chunk(1, (1,), 64, (0, 1), None),
+        Chunk(1, (1,), -1, (0,), GREEDY),
+        Chunk(1, (), 0, (0,), None),
+        Chunk(1, (VOCABULARY,), 0, (0,), GREEDY),
+        Chunk(1, (-1,), 0, (0,), None),
+        Chunk(1, (1,), 0, (0,), SamplingParams(shaping=BIASED)),
+        Chunk(1, (1,), 0, (0,), SamplingParams(shaping=Shaping(frequency_penalty=1)), history=array("i", [-1])),
+    ],
+    ids=repr,
+)
+def test_plans_that_break_their_promises_are_refused(executor: AnyExecutor, chunk: Chunk) -> None:
+    good = Chunk(2, (1, 2), 0, (5,), GREEDY)
+    for chunks in ((chunk,), (good, chunk), (chunk, good)):
+        with pytest.raises(ExecutorError, match=rf"^the plan has .* does not exist \(blocks: {BLOCKS}\)$"):
+            executor.run(Plan(chunks))
+    assert len(executor.run(Plan((good,)))) == 1
+
+
+@pytest.mark.parametrize("history", [None, array("i"), array("i", [1, 2]), array("i", [1] * 4)])
+def test_penalties_without_the_tokens_so_far_are_refused(executor: AnyExecutor, history: "array[int] | None") -> None:
+    params = SamplingParams(shaping=Shaping(presence_penalty=1))
+    chunk = Chunk(7, (1, 2, 3), 0, (0,), params, history=history)
+    with pytest.raises(ExecutorError, match=r"^request 7: the plan asks for penalties .* all 3 tokens so far$"):
+        executor.run(Plan((chunk,)))
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+@pytest.mark.parametrize(
+    "params", [GREEDY, SamplingParams(), SamplingParams(shaping=Shaping(logit_bias=((3, -100.0),)))]
+)
+def test_output_that_is_not_a_number_is_an_error(tmp_path: Path, name: str, params: SamplingParams) -> None:
+    model = tiny(seed=1)
+    model.write(tmp_path / "good.gguf")
+    raw = (tmp_path / "good.gguf").read_bytes()
+    # The last tensor of the file is the final norm. Finite weights, so the file loads; their products overflow.
+    (tmp_path / "bad.gguf").write_bytes(raw[: -4 * model.hidden] + b"\xff\xff\x7f\x7f" * model.hidden)
+    executor = sized(EXECUTORS[name](str(tmp_path / "bad.gguf")), 1)
+    with pytest.raises(ExecutorError, match=r"request 5: the model's output is not a number at position 2;"):
+        executor.run(Plan((Chunk(5, (1, 2), 0, (0,), params),)))
+
+
+# Drawing.
+
+
+def draw(executor: AnyExecutor, tokens: Sequence[int], params: SamplingParams, index: int = 0) -> int:
+    """The token after `tokens`, the last `index` of which count as drawn."""
+    history = array("i", tokens)
+    chunk = Chunk(4, tuple(tokens), 0, blocks_for(executor, len(tokens)), params, index, history)
+    (sampled,) = executor.run(Plan((chunk,)))
+    assert sampled.request_id == 4
+    return sampled.token
+
+
+def test_greedy_takes_the_first_of_equals(tmp_path: Path, name: str) -> None:
+    """Three output rows are one vector and three its opposite, so that three of the six share the highest logit."""
+    rows = np.zeros((VOCABULARY, 192), np.float32)
+    rows[[9, 40, 200]] = np.random.default_rng(0).standard_normal(192, np.float32)
+    rows[[17, 41, 250]] = -rows[9]
+    executor = make(name, tmp_path, tiny(extra_tensors={"output.weight": rows}))
+    firsts = set()
+    for seed in range(12):
+        tokens = random_tokens(5, seed)
+        winner = draw(executor, tokens, GREEDY)
+        firsts.add(winner)
+        # Not the model but the executor chose among them: without the first the next one wins.
+        banned = greedy_without(winner)
+        assert draw(executor, tokens, banned) == {9: 40, 17: 41}[winner]
+    assert firsts == {9, 17}
+
+
+def greedy_without(*tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, shaping=Shaping(logit_bias=tuple((token, -100.0) for token in tokens)))
+
+
+shapings = st.builds(
+    Shaping,
+    logit_bias=st.dictionaries(st.integers(0, VOCABULARY - 1), st.floats(-100, 100), max_size=20).map(
+        lambda biases: tuple(biases.items())
+    ),
+    repetition_penalty=st.sampled_from((1.0, 1.3, 0.5, 100.0, 0.01)),
+    frequency_penalty=st.sampled_from((0.0, 0.7, 2.0, -2.0)),
+    presence_penalty=st.sampled_from((0.0, 0.4, 2.0, -2.0)),
+)
+samplings = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from((0.0, 0.3, 1.0, 2.0)),
+    top_p=st.sampled_from((1.0, 0.9, 0.3, 1e-6)),
+    top_k=st.sampled_from((0, 1, 3, 20, VOCABULARY, 10_000)),
+    seed=st.integers(-(2**63), 2**64 - 1),
+    min_p=st.sampled_from((0.0, 0.05, 0.5, 1.0)),
+    shaping=st.none() | shapings,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(params=samplings, index=st.integers(0, 30), data=st.integers(0, 1000))
+def test_a_draw_is_that_of_the_definition(executor: AnyExecutor, params: SamplingParams, index: int, data: int) -> None:
+    """`sample` is the definition (tested against transformers by itself); bias and penalties are spelt out here."""
+    tokens = random_tokens(40, data)
+    tokens = (*tokens[:30], *tokens[:10])  # some come twice
+    logits = last_logits(executor, tokens)
+    if params.shaping is not None:
+        logits = shaped_by_others(logits, params.shaping, tokens, index)
+    assert draw(executor, tokens, params, index) == sample(logits, params, index)
+
+
+def shaped_by_others(
+    logits: NDArray[np.float32], shaping: Shaping, tokens: Sequence[int], num_drawn: int
+) -> NDArray[np.float32]:
+    """transformers' repetition penalty; frequency and presence penalty by the formula of the OpenAI API reference:
+    mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence."""
+    scores = torch.tensor(logits, dtype=torch.float64)
+    for token, bias in shaping.logit_bias:
+        scores[token] += bias
+    scores = scores.float().double()
+    if shaping.repetition_penalty != 1:
+        penalise = RepetitionPenaltyLogitsProcessor(shaping.repetition_penalty)
+        scores = penalise(torch.tensor([list(tokens)]), scores[None])[0]
+    for token, count in Counter(tokens[len(tokens) - num_drawn :]).items():
+        scores[token] = scores[token] - (
+            shaping.frequency_penalty * count + shaping.presence_penalty * float(count > 0)
+        )
+    return scores.float().numpy()
+
+
+def test_a_draw_depends_on_seed_and_index_and_not_on_the_batch(executor: AnyExecutor) -> None:
+    params = [
+        SamplingParams(seed=seed, top_k=50, shaping=Shaping(presence_penalty=0.5) if seed % 2 else None)
+        for seed in range(12)
+    ]
+    chunks = []
+    for place, one in enumerate(params):
+        tokens = random_tokens(1 if place % 3 else 20, place)
+        blocks = blocks_for(executor, len(tokens), 2 * place)
+        chunks.append(Chunk(place, tokens, 0, blocks, one, 1, array("i", tokens) if one.shaping else None))
+    together = executor.run(Plan(tuple(chunks)))
+    backwards = executor.run(Plan(tuple(reversed(chunks))))
+    alone = [executor.run(Plan((chunk,)))[0] for chunk in chunks]
+    assert together == alone == list(reversed(backwards))
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, 0, 1.0, 0.0),
+        (2.0, 12, 1.0, 0.0),
+        (1.5, 0, 0.8, 0.0),
+        (2.0, 0, 1.0, 0.1),
+        (2.0, 40, 0.9, 0.02),
+    ],
+)
+def test_frequencies_are_the_probabilities(
+    executor: AnyExecutor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    """Pearson's chi-square on 2,048 draws with one seed, against transformers' warpers. Tokens that transformers leaves
+    out must not come at all; those expected fewer than five times count as one."""
+    tokens, draws = random_tokens(1, 5), 2048
+    logits = last_logits(executor, tokens)
+    params = SamplingParams(temperature, top_p, top_k, seed=7, min_p=min_p)
+    seen: Counter[int] = Counter()
+    for first in range(0, draws, BLOCKS):
+        chunks = (Chunk(i, tokens, 0, (i,), params, first + i) for i in range(BLOCKS))
+        seen.update(sampled.token for sampled in executor.run(Plan(tuple(chunks))))
+    expected = draws * probabilities(logits, temperature, top_k, top_p, min_p)
+    counts = np.array([seen[token] for token in range(VOCABULARY)])
+    assert not counts[expected == 0].any()
+    likely = expected >= 5
+    observed = np.append(counts[likely], counts[~likely].sum())
+    wanted = np.append(expected[likely], expected[~likely].sum())
+    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
+    assert len(wanted) > 3
+    statistic = float((np.square(observed - wanted) / wanted).sum())
+    degrees = torch.tensor((len(wanted) - 1) / 2, dtype=torch.float64)
+    p_value = float(torch.special.gammaincc(degrees, torch.tensor(statistic / 2, dtype=torch.float64)))
+    assert 0.001 < p_value < 0.999
+
+
+def test_shaping_steers_a_text(executor: AnyExecutor) -> None:
+    prompt = random_tokens(6)
+
+    def text(shaping: Shaping | None, count: int = 12) -> list[int]:
+        tokens = array("i", prompt)
+        for index in range(count):
+            tokens.append(draw(executor, tokens, SamplingParams(temperature=0, shaping=shaping), index))
+        return tokens[len(prompt) :].tolist()
+
+    plain = text(None)
+    assert text(Shaping(logit_bias=((60, 100.0),))) == [60] * 12
+    without = text(Shaping(logit_bias=tuple((token, -100.0) for token in set(plain))))
+    assert not set(without) & set(plain)
+    # Two tokens far above all others: the penalty counts each draw, so they take turns once it has eaten the lead.
+    lead = Shaping(logit_bias=((60, 100.0), (61, 90.0)), frequency_penalty=2.0)
+    assert Counter(text(lead, 40)).keys() == {60, 61}
+    assert abs(Counter(text(lead, 40))[60] - Counter(text(lead, 40))[61]) < 12
+    # A presence penalty comes off once, whatever the count.
+    assert set(text(Shaping(logit_bias=((60, 100.0), (61, 90.0)), presence_penalty=2.0))) == {60}
+    # A repetition penalty sees the prompt as well.
+    forced = Shaping(logit_bias=((prompt[0], 100.0), (61, 20.0)), repetition_penalty=100.0)
+    assert text(forced, 1) == [61]
+
+
+def test_sampled_names_the_request(executor: AnyExecutor) -> None:
+    assert executor.run(Plan((Chunk(2**40, (1,), 0, (0,), greedy_without(*range(1, VOCABULARY))),))) == [
+        Sampled(2**40, 0)
+    ]
+
+
+def test_memory_that_cannot_be_had_is_said(executor: AnyExecutor, tmp_path: Path, name: str) -> None:
+    another = make(name, tmp_path, tiny(layers=1))
+    with pytest.raises(
+        ExecutorError, match=re.escape("cannot reserve") + r" \d+ KV blocks \(\d+ bytes of address space\)"
+    ):
+        another.reserve(2**62 // another.bytes_per_block)
