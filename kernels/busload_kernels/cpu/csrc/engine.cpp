@@ -259,18 +259,31 @@ struct Pass {
     const int half = m.head_dim / 2, width = layer.qkv.rows;
     uint8_t* kv = engine.kv + index * engine.layer_bytes;
     const Activations& normed = norm(id, all, layer.attention_norm);
-    team.share(id, width / kUnitRows, [&](int unit) {
+    const int units = width / kUnitRows;
+    team.share(id, units, [&](int unit) {
+      for (int r = tokens * unit / units; r < tokens * (unit + 1) / units; r++) fetch_tile(kv, r);
       k.linear(layer.qkv, unit, normed, tokens, buffers.qkv + unit * kUnitRows, width, false, buffers.scratch[id]);
     });
     end(id, kQkv);
     team.share(id, tokens, [&](int r) {
-      const Row& at = engine.rows[r];
       const int64_t angle = ((int64_t)layer.rope * tokens + r) * half;
-      uint8_t* tile = kv + table(at.chunk)[at.position / kBlockTokens] * engine.block_bytes;
       k.rotate_store(m, layer, row(buffers.qkv, r, width), {buffers.cosine + angle, buffers.sine + angle}, buffers.queries, r,
-                     tile, at.position % kBlockTokens);
+                     tile_of(kv, r), engine.rows[r].position % kBlockTokens);
     });
     end(id, kRotate);
+  }
+
+  // Where row r's keys and values go: the tile of kv head 0.
+  uint8_t* tile_of(uint8_t* kv, int r) const {
+    const Row& at = engine.rows[r];
+    return kv + table(at.chunk)[at.position / kBlockTokens] * engine.block_bytes;
+  }
+
+  // Brings the tiles that row r will be written to, and then read from, while the arithmetic is busy elsewhere.
+  void fetch_tile(uint8_t* kv, int r) const {
+    const uint8_t* tile = tile_of(kv, r);
+    if (r > 0 && tile == tile_of(kv, r - 1)) return;
+    for (int64_t i = 0; i < m.kv_heads * kv_tile_bytes(m.head_dim); i += 64) __builtin_prefetch(tile + i, 1, 2);
   }
 
   void attend(int id, const BlLayer& layer, int index, const std::vector<Block>& blocks) {

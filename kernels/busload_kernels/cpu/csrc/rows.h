@@ -46,9 +46,12 @@ inline void quantise_group(F16 a, F16 b, const Activations& out, int64_t row, in
 
 // 1 / sqrt(mean(x^2) + eps), Zhang and Sennrich 2019.
 inline float norm_factor(const float* x, float eps, int cols) {
-  F16 squares = splat(0);
-  for (int i = 0; i < cols; i += 16) squares = fma(load(x + i), load(x + i), squares);
-  return 1.f / sqrtf(sum(squares) / (float)cols + eps);
+  F16 even = splat(0), odd = splat(0);  // two chains: each sum waits for the one before
+  for (int i = 0; i < cols; i += 32) {
+    even = fma(load(x + i), load(x + i), even);
+    odd = fma(load(x + i + 16), load(x + i + 16), odd);
+  }
+  return 1.f / sqrtf(sum(add(even, odd)) / (float)cols + eps);
 }
 
 void norm_quantise(const float* x, const float* weight, float eps, const Activations& out, int row) {
@@ -89,24 +92,28 @@ inline void rotate(float* x, const float* norm, float eps, int head_dim, RopeRow
   }
 }
 
-inline int32_t sum_of(const int8_t* q, int n) {
-  int32_t total = 0;
-  for (int i = 0; i < n; i++) total += q[i];
-  return total;
-}
-
 inline float peak_of(const float* x, int n) {
   F16 peak = splat(0);
   for (int i = 0; i < n; i += 16) peak = max(peak, abs(load(x + i)));
   return largest(peak);
 }
 
-// int8 with one scale; returns the scale.
-inline float quantise_vector(const float* x, int n, int8_t* q) {
+struct Quantised {
+  float scale;
+  int32_t sum;
+};
+
+// int8 with one scale.
+inline Quantised quantise_vector(const float* x, int n, int8_t* q) {
   const float peak = peak_of(x, n);
   const F16 inverse = splat(peak > 0 ? 127.f / peak : 0.f);
-  for (int i = 0; i < n; i += 16) store_bytes(q + i, round_int(mul(load(x + i), inverse)));
-  return peak * (1.f / 127);
+  I16 total = splat_int(0);
+  for (int i = 0; i < n; i += 16) {
+    const I16 whole = round_int(mul(load(x + i), inverse));
+    total = add_int(total, whole);
+    store_bytes(q + i, whole);
+  }
+  return {peak * (1.f / 127), sum_int(total)};
 }
 
 void rotate_store(const BlModel& m, const BlLayer& layer, float* qkv, RopeRow rope, const Queries& queries, int row,
@@ -118,8 +125,9 @@ void rotate_store(const BlModel& m, const BlLayer& layer, float* qkv, RopeRow ro
   for (int h = 0; h < m.heads; h++, qkv += dim) {
     rotate(qkv, layer.query_norm, m.norm_eps, dim, rope);
     const int64_t index = (int64_t)row * m.heads + h;
-    queries.scale[index] = quantise_vector(qkv, dim, queries.q + index * dim) * m.attention_scale * kLog2E;
-    queries.sum[index] = sum_of(queries.q + index * dim, dim);
+    const Quantised query = quantise_vector(qkv, dim, queries.q + index * dim);
+    queries.scale[index] = query.scale * m.attention_scale * kLog2E;
+    queries.sum[index] = query.sum;
   }
   for (int h = 0; h < m.kv_heads; h++, qkv += dim, tile += kv_tile_bytes(dim)) {
     int8_t q[kMaxHeadDim];
@@ -127,12 +135,12 @@ void rotate_store(const BlModel& m, const BlLayer& layer, float* qkv, RopeRow ro
     uint8_t* values = tile + kBlockTokens * dim + (slot / 4) * 4 * dim + slot % 4;
     float* scales = (float*)(tile + 2 * kBlockTokens * dim);
     rotate(qkv, layer.key_norm, m.norm_eps, dim, rope);
-    scales[slot] = quantise_vector(qkv, dim, q);
+    scales[slot] = quantise_vector(qkv, dim, q).scale;
     for (int i = 0; i < dim; i += 4) {
       uint32_t word = (uint32_t)load_word(q + i) ^ 0x80808080u;
       __builtin_memcpy(keys + 16 * i, &word, 4);
     }
-    scales[kBlockTokens + slot] = quantise_vector(qkv + m.kv_heads * dim, dim, q);
+    scales[kBlockTokens + slot] = quantise_vector(qkv + m.kv_heads * dim, dim, q).scale;
     for (int i = 0; i < dim; i++) values[4 * i] = (uint8_t)q[i];
   }
 }
