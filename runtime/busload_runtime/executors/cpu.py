@@ -136,19 +136,16 @@ class CpuExecutor:
         self, chunks: Sequence[Chunk], rows: Sequence[int], sampling: Sequence[tuple[float, ...]], logits: int | None
     ) -> list[int]:
         """One call of the engine; the tokens drawn for `rows`, -1 where the logits are not finite."""
-        tokens, blocks, table_starts = array("i"), array("i"), array("i")
+        tokens: list[int] = []
+        blocks: list[int] = []  # lists first: an array takes a list at once, but a tuple number by number
+        table_starts = []
         for chunk in chunks:
-            tokens.extend(chunk.tokens)
+            tokens += chunk.tokens
             table_starts.append(len(blocks))
-            blocks.extend(chunk.blocks)
+            blocks += chunk.blocks
         table_starts.append(len(blocks))
-        arrays = (
-            tokens,
-            array("i", [len(chunk.tokens) for chunk in chunks]),
-            array("i", [chunk.start for chunk in chunks]),
-            table_starts,
-            blocks,
-        )
+        starts = [chunk.start for chunk in chunks]
+        arrays = [array("i", part) for part in (tokens, [len(c.tokens) for c in chunks], starts, table_starts, blocks)]
         sampled, sample_rows = array("i", [0]) * len(rows), array("i", rows)
         packed = struct.pack(_SAMPLING * len(rows), *[value for one in sampling for value in one])
         step = native.Step(
