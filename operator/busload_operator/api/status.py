@@ -21,7 +21,8 @@ class Condition(Model):
     """One condition, in the form of metav1.Condition."""
 
     type: Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z][A-Za-z0-9]*$")]
-    """Ready (always there), Reconciling and Stalled (only while true), Tuning (its reason says why it holds)."""
+    """Ready (always there), Reconciling and Stalled (only while true), Feasible (whether model and memory can meet
+    bounds and objectives at all), Tuning (its reason says why it holds)."""
     status: Literal["True", "False", "Unknown"]
     observed_generation: Count | None = None
     """The generation of the spec that this condition is about."""

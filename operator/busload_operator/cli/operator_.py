@@ -14,7 +14,9 @@ def command() -> None:
     Settings are environment variables: BUSLOAD_RUNTIME_IMAGE (required: the image of the runtime pods),
     BUSLOAD_IMAGE_PULL_POLICY (IfNotPresent), BUSLOAD_NAMESPACE (the pod's own, else busload-system: where the Lease
     is), BUSLOAD_WATCH_NAMESPACES (comma-separated; empty: all), BUSLOAD_SCRAPE_SECONDS (2), BUSLOAD_RESYNC_SECONDS
-    (300), BUSLOAD_WORKERS (8), BUSLOAD_HTTP_PORT (8080: /healthz, /readyz, /metrics), BUSLOAD_LOG_LEVEL (INFO).
+    (300), BUSLOAD_WORKERS (8), BUSLOAD_HTTP_PORT (8080: /healthz, /readyz, /metrics), BUSLOAD_LOG_LEVEL (INFO),
+    BUSLOAD_MEMORY_BANDWIDTH (GB/s that a pod gets on the nodes, as `busload plan` measures it: with it, objectives
+    below the floor are told before pods start).
 
     Ends with 0 after SIGTERM, 1 when the lease was lost or the watches failed, 2 for a wrong setting.
     """

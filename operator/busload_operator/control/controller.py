@@ -42,7 +42,8 @@ class Controller:
         self.tuners: dict[Key, Tuner] = {}
         runtime = RuntimeSettings(settings.runtime_image, settings.image_pull_policy)
         recorder = Recorder(client, settings.identity)
-        self.reconciler = Reconciler(client, self.cache, self.tuners, runtime, recorder)
+        bandwidth = settings.memory_bandwidth and settings.memory_bandwidth * 1e9
+        self.reconciler = Reconciler(client, self.cache, self.tuners, runtime, recorder, bandwidth)
         self.observer = Observer(self.cache, self.queue, self.tuners, scraper, settings.scrape_seconds)
 
     async def run(self) -> None:

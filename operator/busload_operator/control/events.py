@@ -66,13 +66,15 @@ def transitions(old: Object, new: Object) -> list[tuple[Literal["Normal", "Warni
     found: list[tuple[Literal["Normal", "Warning"], str, str]] = []
     before = {item["type"]: item for item in old.get("conditions") or []}
     for item in new.get("conditions") or []:
-        if item["type"] not in ("Ready", "Stalled"):
+        if item["type"] not in ("Ready", "Stalled", "Feasible"):
             continue
         known = before.get(item["type"], {})
+        if item["type"] == "Feasible" and "False" not in (item["status"], known.get("status")):
+            continue  # that it is possible, or not known yet, is no news
         if (known.get("status"), known.get("reason")) == (item["status"], item["reason"]):
             continue
-        good = item["type"] == "Ready" and item["status"] == "True"
-        expected = item["status"] == "False" and item["reason"] in ("Starting", "RollingOut", "ScalingDown")
+        good = item["type"] in ("Ready", "Feasible") and item["status"] != "False"
+        expected = item["type"] == "Ready" and item["reason"] in ("Starting", "RollingOut", "ScalingDown")
         told_by_stalled = item["type"] == "Ready" and _stalled(new)
         if not expected and not told_by_stalled:
             found.append(("Normal" if good else "Warning", item["reason"], item["message"]))

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from busload_operator.control import pods as pod_words
 from busload_operator.control import status
@@ -15,9 +16,18 @@ from busload_operator.control.service import InvalidSpecError, read_service
 from busload_operator.control.tuner import Tuner
 from busload_operator.control.workqueue import WorkQueue
 from busload_operator.tuning.counters import CountersError, counters_from_samples
+from busload_operator.tuning.feasible import Reported, reported
 from busload_operator.tuning.types import PodSample
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What one pod answered."""
+
+    sample: PodSample
+    reported: Reported | None = None
 
 
 class Observer:
@@ -61,7 +71,8 @@ class Observer:
         """One round of one service."""
         labelled = self._cache.of_service(PODS, key)
         pods = [pod for pod in labelled if pod_words.is_made_for(pod, key.name) and not pod_words.is_leaving(pod)]
-        samples = await asyncio.gather(*map(self._sample, pods))
+        looks = await asyncio.gather(*map(self._look, pods))
+        samples = [look.sample for look in looks]
         live, tuner = self._cache.service(key), self._tuners.get(key)
         if live is None or tuner is None:
             return
@@ -71,6 +82,7 @@ class Observer:
             return  # told by the reconcile; the children stay as they are
         told = self._told(tuner)
         tuner.runs = _generations(samples)
+        tuner.reported = _newest_report(pods, looks) or tuner.reported
         tuner.observe(service, samples, self._clock())
         tuner.failure = ""
         if told != self._told(tuner) or self._lags(tuner):
@@ -82,18 +94,19 @@ class Observer:
             tuner.failure = text
             self._queue.add(key)
 
-    async def _sample(self, pod: Object) -> PodSample:
+    async def _look(self, pod: Object) -> "_Look":
         name, address = pod["metadata"]["name"], pod_words.address(pod)
         if not address or not pod_words.is_ready(pod):
-            return PodSample(name, self._clock(), None, ready=False)
+            return _Look(PodSample(name, self._clock(), None, ready=False))
         scrape = await self._scraper.scrape(address)
         at = self._clock()
         if scrape.values is None:
-            return PodSample(name, at, None, ready=True, problem=scrape.error)
+            return _Look(PodSample(name, at, None, ready=True, problem=scrape.error))
         try:
-            return PodSample(name, at, counters_from_samples(scrape.values), ready=True)
+            sample = PodSample(name, at, counters_from_samples(scrape.values), ready=True)
         except CountersError as error:
-            return PodSample(name, at, None, ready=True, problem=str(error))
+            sample = PodSample(name, at, None, ready=True, problem=str(error))
+        return _Look(sample, reported("the model", scrape.values))
 
     def _told(self, tuner: Tuner) -> Object:
         """What people and children learn from a tuner; a change of it is worth a reconcile."""
@@ -106,11 +119,24 @@ class Observer:
             "in_force": tuner.in_force,
             "overdue": tuner.overdue,
             "lags": self._lags(tuner),
+            "reported": tuner.reported,
         }
 
     @staticmethod
     def _lags(tuner: Tuner) -> bool:
         return any(generation != tuner.in_force.generation for generation in tuner.runs.values())
+
+
+def _newest_report(pods: Sequence[Object], looks: Sequence[_Look]) -> Reported | None:
+    """Of the newest pod, because older ones may still run the model of an earlier spec; with the fastest memory of
+    all, because other work on a node only lowers what is measured there."""
+    found = [
+        (pod["metadata"].get("creationTimestamp", ""), look.reported) for pod, look in zip(pods, looks, strict=True)
+    ]
+    reports = [report for _, report in sorted(found, key=lambda pair: pair[0]) if report is not None]
+    if not reports:
+        return None
+    return replace(reports[-1], copy_bandwidth=max(report.copy_bandwidth for report in reports))
 
 
 def _generations(samples: Sequence[PodSample]) -> dict[str, int]:

@@ -11,6 +11,7 @@ from busload_operator.control.apply import Applier, ForeignObjectError
 from busload_operator.control.cache import Cache
 from busload_operator.control.client import ApiError, Client
 from busload_operator.control.events import Recorder, transitions
+from busload_operator.control.feasible import feasibility
 from busload_operator.control.kinds import CONFIG_MAPS, DEPLOYMENTS, PODS, SERVICES, Key, Object
 from busload_operator.control.logs import about
 from busload_operator.control.nudge import Nudger
@@ -56,8 +57,12 @@ class Reconciler:
         tuners: dict[Key, Tuner],
         runtime: RuntimeSettings,
         recorder: Recorder,
+        nodes_bandwidth: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
+        """`nodes_bandwidth`: memory bandwidth of the nodes, bytes per second, where whoever installed the operator
+        has said so."""
+        self._nodes_bandwidth = nodes_bandwidth
         self._client, self._cache, self._tuners = client, cache, tuners
         self._runtime, self._recorder, self._clock = runtime, recorder, clock
         self._applier = Applier(client, cache)
@@ -145,6 +150,7 @@ class Reconciler:
             problem=problem,
             failure=failure,
             lagging=self._nudger.lagging(pods, tuner.in_force.generation, tuner.runs),
+            feasibility=feasibility(service, tuner.reported, self._nodes_bandwidth),
             now=_now(),
         )
 

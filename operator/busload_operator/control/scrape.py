@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from busload_operator.control import metrics
 from busload_operator.resources.service import PORT
 from busload_operator.tuning.counters import SAMPLES
+from busload_operator.tuning.feasible import FACT_SAMPLES
 
 Values = dict[str, float]
 """Sample name -> value, summed over the labels of a name."""
@@ -33,7 +34,7 @@ class Scraper:
         max_bytes: int = 1 << 18,
         concurrency: int = 32,
         port: int = PORT,
-        wanted: Collection[str] = frozenset(SAMPLES.values()),
+        wanted: Collection[str] = frozenset(SAMPLES.values()).union(FACT_SAMPLES),
     ):
         self._wanted = wanted
         self._timeout, self._max_bytes, self._port = timeout, max_bytes, port

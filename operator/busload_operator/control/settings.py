@@ -49,6 +49,9 @@ class Settings(BaseModel):
     """Seconds between two observations of a service."""
     resync_seconds: Annotated[float, Field(alias="BUSLOAD_RESYNC_SECONDS", ge=1, le=3600)] = 300.0
     """Seconds between two complete lists, which notice what the watches missed."""
+    memory_bandwidth: Annotated[float | None, Field(alias="BUSLOAD_MEMORY_BANDWIDTH", gt=0, lt=1e6)] = None
+    """Memory bandwidth that a runtime pod gets on this cluster's nodes, in GB/s (10^9 bytes), as `busload plan`
+    measures it; not given: each service's pods measure it, and say so when they are ready."""
     log_level: Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], Field(alias="BUSLOAD_LOG_LEVEL")] = "INFO"
     http_port: Annotated[int, Field(alias="BUSLOAD_HTTP_PORT", ge=0, le=65535)] = 8080
     """Probes and /metrics; 0: any free port."""

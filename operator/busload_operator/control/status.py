@@ -2,7 +2,8 @@
 
 Ready is True when the replicas that the spec asks for are ready, run the current generation of the spec, and no pod
 has failed. Replicas that the tuner adds on top do not make a serving service unready; Reconciling says that they come.
-Reconciling and Stalled exist only while they are true (kstatus).
+Reconciling and Stalled exist only while they are true (kstatus). Feasible says whether bounds and objectives can be met
+at all by model and memory; it changes nothing about Ready.
 """
 
 from collections.abc import Sequence
@@ -17,10 +18,11 @@ from busload_operator.control.stored import stored_status
 from busload_operator.control.tuner import Tuner
 from busload_operator.resources.labels import selector_text
 from busload_operator.resources.service import PORT
+from busload_operator.tuning.feasible import Feasibility
 from busload_operator.tuning.types import Bottleneck, Mode
 
 MANAGER = "busload-status"
-CONDITION_TYPES = ("Ready", "Reconciling", "Stalled", "Tuning")
+CONDITION_TYPES = ("Ready", "Reconciling", "Stalled", "Feasible", "Tuning")
 _FIELDS = frozenset(field.alias or name for name, field in Status.model_fields.items()) - {"conditions"}
 # What a person waits for is written at once; the rest may lag a few seconds behind.
 _SLOW_FIELDS = ("observed", "law", "bottleneck")
@@ -47,6 +49,7 @@ class Seen:
     failure: str
     """Why the children could not be written this time, to be tried again; empty: they are as desired."""
     lagging: tuple[str, ...]
+    feasibility: Feasibility
     now: str
     """Wall clock, RFC 3339."""
 
@@ -58,7 +61,7 @@ def build(seen: Seen) -> Object:
     here = [pod for pod in seen.pods if not pod_words.is_leaving(pod)]
     # A stalled service is not on its way: whoever waits for it must learn that waiting is in vain.
     progress = _stalled(seen) or _reconciling(seen, here)
-    conditions = [_ready(seen, here), progress, _tuning(seen)]
+    conditions = [_ready(seen, here), progress, _feasible(seen), _tuning(seen)]
     body: Object = {
         "observedGeneration": service.generation,
         "replicas": len(here),
@@ -227,6 +230,12 @@ def _stalled(seen: Seen) -> Object | None:
     found = pod_words.rollout_trouble(seen.deployment) if seen.deployment else None
     # Refused pods are tried again by Kubernetes itself; no progress for a quarter of an hour is not.
     return _condition("Stalled", True, *found) if found and found[0] != "ReplicaFailure" else None
+
+
+def _feasible(seen: Seen) -> Object:
+    found = seen.feasibility
+    status = {True: "True", False: "False", None: "Unknown"}[found.possible]
+    return {"type": "Feasible", "status": status, "reason": found.reason, "message": found.message}
 
 
 def _tuning(seen: Seen) -> Object:

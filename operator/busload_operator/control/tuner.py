@@ -15,6 +15,7 @@ from busload_operator.control.kinds import Key, Object, controller_of
 from busload_operator.control.logs import about
 from busload_operator.control.service import Service
 from busload_operator.resources.initial_limits import initial_limits
+from busload_operator.tuning.feasible import Reported
 from busload_operator.tuning.state import State
 from busload_operator.tuning.step import step
 from busload_operator.tuning.types import Bounds, Decision, Inputs, PodSample, Result, Scaling, Verdict
@@ -52,6 +53,8 @@ class Tuner:
         """Whether the children carry `in_force`. Nothing is decided on top of a change that is not written yet."""
         self.runs: dict[str, int] = {}
         """Generation of the limits that each pod reported in the last round of scrapes."""
+        self.reported: Reported | None = None
+        """What the newest ready pod said about its model and machine."""
         self.result: Result | None = None
         self.failure = ""
         """Why the last round of observation broke off (a bug); what was found before it is stale then."""

@@ -15,6 +15,7 @@ from busload_operator.control.events import transitions
 from busload_operator.control.service import InvalidSpecError, read_service
 from busload_operator.control.status import Problem, Seen
 from busload_operator.control.tuner import Tuner
+from busload_operator.tuning.feasible import Feasibility
 from busload_operator.tuning.types import (
     Bottleneck,
     Decision,
@@ -56,6 +57,7 @@ def seen(obj: dict[str, Any], pods: list[dict[str, Any]], child: dict[str, Any] 
         tuner.conform(read)
     tuner.written = True
     values: dict[str, Any] = {"problem": None, "failure": "", "lagging": (), "now": f"t{next(CLOCK)}", **changes}
+    values.setdefault("feasibility", Feasibility(True, "PlanFits", "one request fits"))
     return Seen(service=read, tuner=tuner, deployment=child, pods=pods, **values)
 
 
@@ -96,7 +98,7 @@ def wall(at: float) -> datetime:
 
 def test_a_settled_service_is_ready_and_nothing_else() -> None:
     built = status.build(seen(live(), [pod("a")], deployment()))
-    assert by_type(built).keys() == {"Ready", "Tuning"}
+    assert by_type(built).keys() == {"Ready", "Feasible", "Tuning"}
     assert by_type(built)["Ready"]["status"] == "True"
     assert built["observedGeneration"] == 3
     assert (built["replicas"], built["readyReplicas"]) == (1, 1)

@@ -180,8 +180,8 @@ def test_initial_limits_are_inside_the_bounds_and_valid(lengths, percents, batch
     [
         ("2Gi", {}, 8192),  # the model's context
         ("2Gi", {"maxSequenceLength": {"max": 2048}}, 2048),  # the upper bound
-        # What the KV cache holds: 0.9 * (400 MiB - 92 weights - 19.3 activations - 207 overhead) / 12240 B, in blocks of
-        # 32. The activations are those of the largest batch that the bounds allow.
+        # What the KV cache holds: 0.9 * (400 MiB - 92 weights - 19.3 activations - 207 overhead) / 12240 B, in blocks.
+        # The activations are those of the largest batch that the bounds allow.
         ("400Mi", {}, 6272),
         ("400Mi", {"batchSize": {"max": 8}}, 7104),
         ("310Mi", {}, 1024),  # nothing fits; the lower bound, and the condition Feasible says what is missing
