@@ -106,6 +106,7 @@ def command(
     target: Annotated[
         float, typer.Option(help="Share of requests inside the objectives that static:best has to reach, 0 to 1.")
     ] = 0.99,
+    jobs: Annotated[int, typer.Option(help="Policies run in so many processes beside each other.")] = 1,
     router: Annotated[
         str, typer.Option(rich_help_panel=_SURROUNDINGS, help="least-requests, round-robin or least-tokens.")
     ] = "least-requests",
@@ -191,6 +192,7 @@ def command(
         policies=tuple(policy or ()),
         compare=compare,
         target=target,
+        jobs=jobs,
         json_file=json_file,
         plot=plot,
         decisions=decisions,

@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ class Options:
     policies: tuple[str, ...]
     compare: bool
     target: float
+    jobs: int
     json_file: str
     plot: Path | None
     decisions: bool
@@ -68,6 +70,8 @@ def run(options: Options) -> None:
     names = list(options.policies) or ([] if options.compare else ["tuner"])
     if options.compare:
         names += [name for name in COMPARED if name not in names]
+    if options.jobs < 1:
+        raise SetupError(f"--jobs {options.jobs} must be at least 1")
     if not 0 < options.target <= 1:
         raise SetupError(f"--target {options.target} must be above 0 and at most 1")
     if options.plot is not None:
@@ -77,12 +81,32 @@ def run(options: Options) -> None:
     for name in names:
         compare.check(name, load, setup)
     print(_describe(load, setup, options), file=sys.stderr)
-    entries = []
-    for name in names:
-        with _Progress() as progress:
-            entries.append(compare.run(name, load, setup, options.target, progress.show))
-        _speed(entries[-1], progress.seconds)
+    if options.jobs == 1 or len(names) == 1:
+        entries = [_run_here(name, load, setup, options.target) for name in names]
+    else:
+        entries = _run_beside(names, load, setup, options)
     _write(options, entries, _describe(load, setup, options))
+
+
+def _run_here(name: str, load: list[Arrival], setup: Setup, target: float) -> Entry:
+    with _Progress() as progress:
+        entry = compare.run(name, load, setup, target, progress.show)
+    _speed(entry, progress.seconds)
+    return entry
+
+
+def _run_beside(names: list[str], load: list[Arrival], setup: Setup, options: Options) -> list[Entry]:
+    """The policies in processes beside each other; the order of `names` stays."""
+    with _Progress() as progress, ProcessPoolExecutor(options.jobs) as pool:
+        runs = [pool.submit(compare.run, name, load, setup, options.target, _silent) for name in names]
+        for done, _ in enumerate(as_completed(runs), 1):
+            progress.show(f"{done} of {len(runs)} policies", done / len(runs))
+        entries = [run.result() for run in runs]
+    print(f"{len(names)} policies in {progress.seconds:.1f} s, {options.jobs} at once", file=sys.stderr, flush=True)
+    return entries
+
+
+def _silent(name: str, share: float) -> None: ...
 
 
 def make_load(options: Options) -> list[Arrival]:

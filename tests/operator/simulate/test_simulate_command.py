@@ -45,6 +45,14 @@ def test_json_has_every_number_and_is_the_same_each_time(tmp_path: Path) -> None
     assert json.loads(path.read_text())["policies"][0]["policy"] == "static:1"
 
 
+def test_policies_beside_each_other_say_the_same() -> None:
+    policies = ("-p", "tuner", "-p", "wva", "-p", "static:best", "--json", "-")
+    beside = simulate(*policies, "--jobs", "2")
+    assert beside.exit_code == 0, beside.output
+    assert beside.stdout == simulate(*policies).stdout
+    assert "3 policies in" in beside.stderr
+
+
 @pytest.mark.parametrize(("suffix", "magic"), [(".svg", b"<?xml"), (".png", b"\x89PNG")])
 def test_plots(tmp_path: Path, suffix: str, magic: bytes) -> None:
     files = [tmp_path / f"{n}{suffix}" for n in range(2)]
@@ -77,6 +85,7 @@ def test_plots(tmp_path: Path, suffix: str, magic: bytes) -> None:
         (("--min-replicas", "4"), "replicas: 2 is outside the bounds 4 to 12"),
         (("--router", "fast"), "--router 'fast' is unknown; known are least-requests"),
         (("--fault", "fire:0@1"), "fault 'fire:0@1': expected KIND:POD@AT+SECONDS"),
+        (("--jobs", "0"), "--jobs 0 must be at least 1"),
         (("--target", "99"), "--target 99.0 must be above 0 and at most 1"),
         (("--plot", "/tmp/x.pdf"), "must end with .svg or .png"),
         (("--plot", "/nowhere/x.svg"), "there is no folder /nowhere"),
