@@ -1,11 +1,13 @@
 """Every architecture on both executors against transformers: the same random weights, windows shorter than the text."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 from tiny_models import VOCABULARY, TinyModel, logits_of
 
@@ -88,6 +90,19 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     for isa in library.usable_isas():
         ours = all_logits(opened(tmp_path / "tiny.gguf", CpuExecutor, threads=2, isa=isa))
         assert relative_error(ours, exact) < CPU_ERROR[CASES[case].architecture]
+
+
+@pytest.mark.parametrize(
+    "precision", [Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.Q5_0, Type.Q8_0], ids=lambda kind: kind.name
+)
+@pytest.mark.parametrize("case", ["qwen2", "gemma3 pattern"])
+def test_quantised_files(case: str, precision: Type, tmp_path: Path) -> None:
+    """transformers with the weights as the gguf library dequantises them."""
+    model = replace(CASES[case], precision=precision)
+    exact = logits_of(model.write(tmp_path / "tiny.gguf"), TOKENS)
+    assert relative_error(all_logits(opened(tmp_path / "tiny.gguf", ReferenceExecutor)), exact) < REFERENCE_ERROR
+    ours = all_logits(opened(tmp_path / "tiny.gguf", CpuExecutor, threads=2))
+    assert relative_error(ours, exact) < CPU_ERROR[model.architecture]
 
 
 @pytest.mark.parametrize("case", ["mistral", "qwen2", "qwen3", "gemma3"])

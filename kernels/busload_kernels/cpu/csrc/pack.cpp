@@ -1,9 +1,12 @@
 // Packing GGUF tensor rows into tiles (layout.h), and back. Block formats: ggml-common.h and ggml-quants.c of ggml.
 //
-// Q4_0, Q4_1 and Q8_0 are kept bit by bit: Q4_0's (nibble - 8) * d is scale d and offset -8 d, exact in fp16. Q4_K keeps
-// its nibbles; its scale d * sc and offset -dmin * m are rounded to fp16 (2^-11 relative). All else is dequantised and
-// quantised to int8 with one fp16 scale per 32, a relative error of about 0.4% of the weights (root mean square).
+// Q4_0, Q4_1, Q5_0 and Q8_0 are kept bit by bit: Q4_0's (nibble - 8) * d is scale d and offset -8 d, exact in fp16; whole
+// numbers of up to 8 bits with one scale per 32 are a W8 tile as they are. Q4_K keeps its nibbles; its scale d * sc and
+// offset -dmin * m are rounded to fp16 (2^-11 relative). All else is dequantised and quantised to int8 with one fp16 scale
+// per 32, a relative error of about 0.5% of the weights (root mean square); of Q6_K, which has two scales per 32, at least
+// the half with the larger one is kept. tests/kernels/cpu/test_packing.py measures each type.
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include <algorithm>
@@ -29,11 +32,15 @@ const Shape* shape_of(int type) {
 }
 
 float float_of(uint16_t half) {
-  const int exponent = half >> 10 & 31, fraction = half & 1023;
-  float value = exponent == 0    ? ldexpf((float)fraction, -24)
-                : exponent == 31 ? (fraction ? NAN : INFINITY)
-                                 : ldexpf((float)(1024 + fraction), exponent - 25);
-  return half & 0x8000 ? -value : value;
+  const uint32_t sign = (uint32_t)(half & 0x8000) << 16, size = half & 0x7fff;
+  if (size < 0x0400) {  // below the smallest normal number
+    const float value = (float)size * 0x1p-24f;
+    return sign ? -value : value;
+  }
+  const uint32_t bits = sign | (size < 0x7c00 ? (size << 13) + (112u << 23) : (size << 13) | 0x7f800000u);
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
 }
 
 uint16_t half_of(float value) {  // to the nearest, ties to even
@@ -89,7 +96,34 @@ Nibbles nibbles_of(int type, const uint8_t* row, int64_t group) {
   return n;
 }
 
-// 32 values dequantised.
+// 32 whole numbers with one scale, exactly what the file has.
+struct Wholes {
+  int8_t value[32];
+  uint16_t scale;
+};
+
+bool is_wholes(int type) { return type == Q4_0 || type == Q5_0 || type == Q8_0; }
+
+Wholes wholes_of(int type, const uint8_t* row, int64_t group) {
+  Wholes w;
+  const uint8_t* block = row + group * (type == Q8_0 ? 34 : type == Q5_0 ? 22 : 18);
+  memcpy(&w.scale, block, 2);
+  if (type == Q8_0) {
+    memcpy(w.value, block + 2, 32);
+    return w;
+  }
+  uint32_t high = 0;  // bit i: the fifth bit of value i
+  if (type == Q5_0) memcpy(&high, block + 2, 4);
+  const uint8_t* low = block + (type == Q5_0 ? 6 : 2);
+  const int middle = type == Q5_0 ? 16 : 8;
+  for (int i = 0; i < 16; i++) {
+    w.value[i] = (int8_t)(((low[i] & 15) | (high >> i & 1) << 4) - middle);
+    w.value[i + 16] = (int8_t)((low[i] >> 4 | (high >> (i + 16) & 1) << 4) - middle);
+  }
+  return w;
+}
+
+// 32 values dequantised, of types that are neither kept as nibbles nor as whole numbers.
 void floats_of(int type, const uint8_t* row, int64_t group, float* out) {
   switch (type) {
     case F32: memcpy(out, row + group * 128, 128); return;
@@ -103,30 +137,21 @@ void floats_of(int type, const uint8_t* row, int64_t group, float* out) {
         memcpy(out + i, &bits, 4);
       }
       return;
-    case Q8_0: {
-      const uint8_t* block = row + group * 34;
-      for (int i = 0; i < 32; i++) out[i] = half_at(block) * (float)(int8_t)block[2 + i];
-      return;
-    }
-    case Q5_0:
     case Q5_1: {
-      const bool minimum = type == Q5_1;
-      const uint8_t *block = row + group * (minimum ? 24 : 22), *high = block + (minimum ? 4 : 2), *low = high + 4;
-      for (int i = 0; i < 32; i++) {
-        const int q = (low[i % 16] >> 4 * (i / 16) & 15) | (high[i / 8] >> i % 8 & 1) << 4;
-        out[i] = minimum ? half_at(block) * (float)q + half_at(block + 2) : half_at(block) * (float)(q - 16);
-      }
+      const uint8_t *block = row + group * 24, *low = block + 8;
+      const float scale = half_at(block), minimum = half_at(block + 2);
+      uint32_t high;
+      memcpy(&high, block + 4, 4);
+      for (int i = 0; i < 32; i++) out[i] = scale * (float)((low[i % 16] >> 4 * (i / 16) & 15) | (high >> i & 1) << 4) + minimum;
       return;
     }
     case Q5_K: {
-      const uint8_t *block = row + group / 8 * 176, *high = block + 16, *low = block + 48;
-      const int j = group % 8;
+      const uint8_t *block = row + group / 8 * 176, *high = block + 16, *low = block + 48 + 32 * (group % 8 / 2);
+      const int j = group % 8, shift = 4 * (j % 2);
       int scale, minimum;
       scale_and_minimum(block + 4, j, &scale, &minimum);
-      for (int i = 0; i < 32; i++) {
-        const int q = (low[32 * (j / 2) + i] >> 4 * (j % 2) & 15) | (high[i] >> j & 1) << 4;
-        out[i] = half_at(block) * (float)scale * (float)q - half_at(block + 2) * (float)minimum;
-      }
+      const float unit = half_at(block) * (float)scale, least = half_at(block + 2) * (float)minimum;
+      for (int i = 0; i < 32; i++) out[i] = unit * (float)((low[i] >> shift & 15) | (high[i] >> j & 1) << 4) - least;
       return;
     }
     case Q6_K: {  // halves of 128: 32 values each from low and high nibbles of two runs of 32 bytes
@@ -134,41 +159,61 @@ void floats_of(int type, const uint8_t* row, int64_t group, float* out) {
       const int half = group % 8 / 4, quarter = group % 4;
       const uint8_t *low = block + 64 * half + 32 * (quarter % 2), *high = block + 128 + 32 * half;
       const int8_t* scales = (const int8_t*)block + 192 + 8 * half + 2 * quarter;
+      const float unit = half_at(block + 208);
+      const int shift = 4 * (quarter / 2);
       for (int i = 0; i < 32; i++) {
-        const int q = (low[i] >> 4 * (quarter / 2) & 15) | (high[i] >> 2 * quarter & 3) << 4;
-        out[i] = half_at(block + 208) * (float)scales[i / 16] * (float)(q - 32);
+        const int q = (low[i] >> shift & 15) | (high[i] >> 2 * quarter & 3) << 4;
+        out[i] = unit * (float)scales[i / 16] * (float)(q - 32);
       }
       return;
     }
     default: {
       const Nibbles n = nibbles_of(type, row, group);
-      for (int i = 0; i < 32; i++) out[i] = float_of(n.scale) * (float)n.value[i] + float_of(n.offset);
+      const float scale = float_of(n.scale), offset = float_of(n.offset);
+      for (int i = 0; i < 32; i++) out[i] = scale * (float)n.value[i] + offset;
     }
   }
 }
 
 void put_nibbles(const Nibbles& n, uint8_t* tile, int output) {
-  for (int i = 0; i < 16; i++) tile[64 * (i / 4) + 4 * output + i % 4] = (uint8_t)(n.value[i] | n.value[i + 16] << 4);
+  uint8_t pairs[16];
+  for (int i = 0; i < 16; i++) pairs[i] = (uint8_t)(n.value[i] | n.value[i + 16] << 4);
+  for (int line = 0; line < 4; line++) memcpy(tile + 64 * line + 4 * output, pairs + 4 * line, 4);
   memcpy(tile + 256 + 2 * output, &n.scale, 2);
   memcpy(tile + 288 + 2 * output, &n.offset, 2);
 }
 
-void put_bytes(const int8_t* q, uint16_t scale, uint8_t* tile, int output) {
-  for (int i = 0; i < 32; i++) tile[64 * (i / 4) + 4 * output + i % 4] = (uint8_t)(q[i] + 128);
-  memcpy(tile + 512 + 2 * output, &scale, 2);
+void put_wholes(const Wholes& w, uint8_t* tile, int output) {
+  uint8_t bytes[32];
+  for (int i = 0; i < 32; i++) bytes[i] = (uint8_t)(w.value[i] + 128);
+  for (int line = 0; line < 8; line++) memcpy(tile + 64 * line + 4 * output, bytes + 4 * line, 4);
+  memcpy(tile + 512 + 2 * output, &w.scale, 2);
 }
 
-// False when the values are not finite or too large for an fp16 scale.
-bool put_floats(const float* x, uint8_t* tile, int output) {
-  if (!std::all_of(x, x + 32, [](float v) { return isfinite(v); })) return false;
-  float peak = 0;
-  for (int i = 0; i < 32; i++) peak = std::max(peak, fabsf(x[i]));
-  const uint16_t scale = half_of(peak / 127);
-  if (!finite(scale)) return false;
-  const float unit = float_of(scale);  // the rounded scale: small ones are coarse in fp16
-  int8_t q[32];
-  for (int i = 0; i < 32; i++) q[i] = unit > 0 ? (int8_t)std::clamp((int)lrintf(x[i] / unit), -127, 127) : 0;
-  put_bytes(q, scale, tile, output);
+// The step that keeps the half of a Q6_K group with the larger scale as it is, -32..31 times 4; the other half is rounded.
+float q6_step(const uint8_t* row, int64_t group) {
+  const uint8_t* block = row + group / 8 * 210;
+  const int8_t* scales = (const int8_t*)block + 192 + 2 * (group % 8);
+  return half_at(block + 208) * (float)(abs(scales[0]) > abs(scales[1]) ? scales[0] : scales[1]) / 4;
+}
+
+// Quantised with `step`, or one that fits where it is 0 or too coarse for fp16. False when the values are not finite or too
+// large for an fp16 scale.
+bool put_floats(const float* x, float step, uint8_t* tile, int output) {
+  float peak = 0, check = 0;
+  for (int i = 0; i < 32; i++) peak = std::max(peak, fabsf(x[i])), check += x[i] * 0.f;  // 0 times inf or nan is nan
+  if (!(check == 0)) return false;
+  Wholes w;
+  w.scale = half_of(step);
+  if (!(fabsf(float_of(w.scale)) * 128.1f >= peak)) w.scale = half_of(peak / 127);
+  if (!finite(w.scale)) return false;
+  const float unit = float_of(w.scale);  // the rounded scale: small ones are coarse in fp16
+  const float inverse = unit != 0 ? 1 / unit : 0;
+  for (int i = 0; i < 32; i++) {
+    const float steps = std::clamp(x[i] * inverse, -128.f, 127.f);
+    w.value[i] = (int8_t)((int)(steps + 128.5f) - 128);  // to the nearest: no call of a rounding function
+  }
+  put_wholes(w, tile, output);
   return true;
 }
 
@@ -201,15 +246,14 @@ int32_t bl_pack_rows(int32_t type, const uint8_t* source, int64_t cols, const in
         const Nibbles n = nibbles_of(type, row, g);
         if (!finite(n.scale) || !finite(n.offset)) return -2;
         put_nibbles(n, tile, output);
-      } else if (type == Q8_0) {
-        uint16_t scale;
-        memcpy(&scale, row + g * 34, 2);
-        if (!finite(scale)) return -2;
-        put_bytes((const int8_t*)row + g * 34 + 2, scale, tile, output);
+      } else if (is_wholes(type)) {
+        const Wholes w = wholes_of(type, row, g);
+        if (!finite(w.scale)) return -2;
+        put_wholes(w, tile, output);
       } else {
         float x[32];
         floats_of(type, row, g, x);
-        if (!put_floats(x, tile, output)) return -2;
+        if (!put_floats(x, type == Q6_K ? q6_step(row, g) : 0, tile, output)) return -2;
       }
     }
   }
