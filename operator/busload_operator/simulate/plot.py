@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SUFFIXES = (".svg", ".png")
+_READABLE_DECISIONS = 60
 _LABELS = (
     "batch per pod\n(dashed: limit)",
     "KV cache, %\n(fullest pod)",
@@ -32,7 +33,10 @@ def check(path: Path) -> None:
 
 
 def plot(path: Path, title: str, entries: Sequence[Entry]) -> None:
-    """One colour per policy; four panels over one time axis, in minutes. Equal outcomes give equal files."""
+    """One colour per policy; four panels over one time axis, in minutes; the tuner's decisions are named at the top.
+
+    Equal outcomes give equal files.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -73,3 +77,17 @@ def _draw(panels: "Sequence[Axes]", entry: Entry, colour: str) -> None:
     for at, _, _ in entry.outcome.limits_changes:
         for panel in panels:
             panel.axvline(at / 60, color=colour, linewidth=0.6, alpha=0.5)
+    _name_decisions(panels[0], entry, colour)
+
+
+def _name_decisions(panel: "Axes", entry: Entry, colour: str) -> None:
+    """Each decision beside its time; of those too close to be read the first."""
+    minutes_apart = entry.outcome.seconds / 60 / _READABLE_DECISIONS
+    free_from = float("-inf")
+    for decision in entry.outcome.decisions:
+        at = decision.at / 60
+        if at >= free_from:
+            free_from = at + minutes_apart
+            text = f"{decision.knob.value} {decision.before} → {decision.after}"
+            across = panel.get_xaxis_transform()
+            panel.text(at, 0.98, text, color=colour, fontsize=6, rotation=90, va="top", ha="right", transform=across)

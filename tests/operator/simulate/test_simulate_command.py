@@ -57,13 +57,15 @@ def test_policies_beside_each_other_say_the_same() -> None:
 def test_plots(tmp_path: Path, suffix: str, magic: bytes) -> None:
     files = [tmp_path / f"{n}{suffix}" for n in range(2)]
     for file in files:
-        result = simulate("-p", "tuner", "-p", "wva", "--batch-size", "2", "--plot", str(file))
+        result = simulate(
+            "-p", "tuner", "-p", "wva", "--batch-size", "2", "--max-batch-size", "64", "--plot", str(file)
+        )
         assert result.exit_code == 0, result.output
     assert files[0].read_bytes().startswith(magic)
     assert files[0].read_bytes() == files[1].read_bytes()
     if suffix == ".svg":
         text = files[0].read_text()
-        assert all(label in text for label in ("queue, seconds", "replicas", "wva: "))
+        assert all(label in text for label in ("queue, seconds", "replicas", "wva: ", "batchSize 2"))
 
 
 @pytest.mark.parametrize(
