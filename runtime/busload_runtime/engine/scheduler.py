@@ -183,18 +183,22 @@ class Scheduler:
         expected = [chunk.request_id for chunk in plan.chunks if chunk.sampling is not None]
         if len(sampled) != len(expected) or drawn.keys() != set(expected):
             raise ValueError(f"the executor drew tokens for requests {sorted(drawn)}, planned were {sorted(expected)}")
+        requests, size = self._requests, self.block_size
         outputs = []
         self.counters.steps += 1
         for chunk in plan.chunks:
-            request = self._requests[chunk.request_id]
-            self._count(request, chunk)
-            self._kv_tokens += len(chunk.tokens)
-            request.computed = chunk.length_after
-            request.reached = max(request.reached, request.computed)
-            if request.computed // self.block_size > request.published:
+            request = requests[chunk.request_id]
+            count = len(chunk.tokens)
+            end = chunk.start + count
+            self._count(request, chunk.start, end)
+            self._kv_tokens += count
+            request.computed = end
+            if end > request.reached:
+                request.reached = end
+            if end // size > request.published:
                 self._publish(request)
             if chunk.sampling is not None:
-                outputs.append(self._draw(request, drawn[request.request_id]))
+                outputs.append(self._draw(request, drawn[chunk.request_id]))
         return outputs
 
     # Many steps at once, for the simulator.
@@ -284,14 +288,15 @@ class Scheduler:
 
     def _plan_running(self, chunks: list[Chunk]) -> int:
         """Plans the running requests; returns the tokens left in the budget."""
-        running = self._running
+        running, size = self._running, self.block_size
         budget = max(self.limits.token_budget, len(running))  # a lowered limit still gives every request its token
         position = 0
         while position < len(running):
             request = running[position]
             newer = len(running) - position - 1
             count = min(len(request.tokens) - request.computed, budget - newer)
-            if not self._make_room(request, request.computed + count):
+            end = request.computed + count
+            if end > len(request.blocks) * size and not self._make_room(request, end):
                 break
             chunks.append(self._chunk(request, count))
             budget -= count
@@ -301,8 +306,6 @@ class Scheduler:
     def _make_room(self, request: Request, length: int) -> bool:
         """Takes the blocks `request` misses for `length` tokens, preempting the newest; False if that was itself."""
         missing = self._blocks_for(length) - len(request.blocks)
-        if missing <= 0:
-            return True
         while missing > self._pool.free:
             newest = self._running[-1]
             self._preempt(newest)
@@ -347,18 +350,19 @@ class Scheduler:
         insort(self._running, request, key=_order)
 
     def _chunk(self, request: Request, count: int) -> Chunk:
-        start, tokens = request.computed, request.tokens
-        end = start + count
-        last = end == len(tokens)
-        needed = self._blocks_for(end)
+        start, tokens, table = request.computed, request.tokens, request.table
+        end, length = start + count, len(tokens)
+        last = end == length
+        needed = -(-end // self.block_size)
+        # Positional, because this runs for every token of every request.
         return Chunk(
-            request_id=request.request_id,
-            tokens=(tokens[-1],) if last and count == 1 else tuple(tokens[start:end]),
-            start=start,
-            blocks=request.table if len(request.table) == needed else request.table[:needed],
-            sampling=request.sampling if last else None,
-            sample_index=request.drawn,
-            history=request.history if last else None,
+            request.request_id,
+            (tokens[-1],) if last and count == 1 else tuple(tokens[start:end]),
+            start,
+            table if len(table) == needed else table[:needed],
+            request.sampling if last else None,
+            length - request.prompt_length,
+            request.history if last else None,
         )
 
     def _draw(self, request: Request, token: int) -> Output:
@@ -368,27 +372,29 @@ class Scheduler:
         if request.history is not None:
             request.history.append(token)
         output = Output(request.request_id, token)
-        drawn, length = request.drawn, len(request.tokens)
+        length = len(request.tokens)
+        drawn = length - request.prompt_length
         if drawn == 1 and request.started is not None:
             output.cached_tokens = request.cached_tokens
             output.queue_seconds = request.started - request.arrived
         if drawn >= request.min_tokens and token in request.stop_token_ids:
             output.finish_reason = "stop"
-        elif length >= request.max_length or length > self.capacity:
+        elif length >= request.max_length or length > self._pool.num_blocks * self.block_size:
             output.finish_reason = "length"
         if output.finish_reason is not None:
             self._remove(request)
         return output
 
-    def _count(self, request: Request, chunk: Chunk) -> None:
-        counters, tokens = self.counters, len(chunk.tokens)
-        counters.step_kv_tokens += chunk.length_after
-        if tokens == 1 and chunk.start >= request.prompt_length:
+    def _count(self, request: Request, start: int, end: int) -> None:
+        """Counts the tokens at positions `start` .. `end` - 1, which a step has computed."""
+        counters = self.counters
+        counters.step_kv_tokens += end
+        if start >= request.prompt_length and end - start == 1:
             counters.step_batch += 1
         else:
-            counters.step_prefill_tokens += tokens
-        if chunk.start < request.reached:
-            counters.recomputed_tokens += min(chunk.length_after, request.reached) - chunk.start
+            counters.step_prefill_tokens += end - start
+        if start < request.reached:
+            counters.recomputed_tokens += min(end, request.reached) - start
 
     # Prefix cache.
 

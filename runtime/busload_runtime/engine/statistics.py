@@ -30,7 +30,7 @@ class Statistics:
     def step(self, seconds: float, plan: Plan, weight_bytes: int, bytes_per_token: float) -> None:
         """A finished step read the weights once and each chunk's keys and values, and wrote those of its tokens."""
         self._busy_seconds += seconds
-        kv_tokens = sum(chunk.length_after + len(chunk.tokens) for chunk in plan.chunks)
+        kv_tokens = sum([chunk.start + 2 * len(chunk.tokens) for chunk in plan.chunks])
         self._bytes_moved += weight_bytes + round(kv_tokens * bytes_per_token)
 
     def snapshot(self, counters: Counters, levels: Levels) -> Stats:
