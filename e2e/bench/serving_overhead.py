@@ -112,10 +112,11 @@ def loop_seconds(batch: int, steps: int) -> float:
     """CPU seconds of one turn of the engine process's loop, receiving and sending included."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "engine.sock"
-        reader = multiprocessing.get_context("spawn").Process(target=_read_all, args=(path,), daemon=True)
-        reader.start()
-        while not path.exists():
-            time.sleep(0.01)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+            listener.listen(1)
+            reader = multiprocessing.get_context("spawn").Process(target=_read_all, args=(listener,), daemon=True)
+            reader.start()
         link = _ScriptedLink(path, *_engine(batch, steps))
         begin = time.process_time()
         try:
@@ -127,15 +128,11 @@ def loop_seconds(batch: int, steps: int) -> float:
     return used / steps
 
 
-def _read_all(path: Path) -> None:
+def _read_all(listener: socket.socket) -> None:
     """The other end of the socket, in a process of its own, until it is closed."""
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(path))
-        listener.listen(1)
-        connection, _ = listener.accept()
-        with connection:
-            while connection.recv(1 << 16):
-                pass
+    with listener, listener.accept()[0] as connection:
+        while connection.recv(1 << 16):
+            pass
 
 
 # The HTTP process.
