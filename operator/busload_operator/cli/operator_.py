@@ -16,7 +16,8 @@ def command() -> None:
     is), BUSLOAD_WATCH_NAMESPACES (comma-separated; empty: all), BUSLOAD_SCRAPE_SECONDS (2), BUSLOAD_RESYNC_SECONDS
     (300), BUSLOAD_WORKERS (8), BUSLOAD_HTTP_PORT (8080: /healthz, /readyz, /metrics), BUSLOAD_LOG_LEVEL (INFO),
     BUSLOAD_MEMORY_BANDWIDTH (GB/s that a pod gets on the nodes, as `busload plan` measures it: with it, objectives
-    below the floor are told before pods start).
+    below the floor are told before pods start), BUSLOAD_RECORD_DIRECTORY (where to record what tuning sees,
+    for `busload replay`; nowhere if not set), BUSLOAD_RECORD_MAX_MIB (32: of each service).
 
     Ends with 0 after SIGTERM, 1 when the lease was lost or the watches failed, 2 for a wrong setting.
     """

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import random
 import time
+from collections.abc import Callable
 
 from busload_operator.control import metrics
 from busload_operator.control.cache import Cache
@@ -17,6 +18,7 @@ from busload_operator.control.kinds import SERVICES, WATCHED, Key, Kind, Object,
 from busload_operator.control.logs import about
 from busload_operator.control.observe import Observer
 from busload_operator.control.reconcile import Reconciler, Retry
+from busload_operator.control.record import Recording
 from busload_operator.control.scrape import Scraper
 from busload_operator.control.settings import Settings
 from busload_operator.control.tuner import Tuner
@@ -43,8 +45,12 @@ class Controller:
         runtime = RuntimeSettings(settings.runtime_image, settings.image_pull_policy)
         recorder = Recorder(client, settings.identity)
         bandwidth = settings.memory_bandwidth and settings.memory_bandwidth * 1e9
-        self.reconciler = Reconciler(client, self.cache, self.tuners, runtime, recorder, bandwidth)
+        self.reconciler = Reconciler(client, self.cache, self.tuners, runtime, recorder, bandwidth, self._recordings())
         self.observer = Observer(self.cache, self.queue, self.tuners, scraper, settings.scrape_seconds)
+
+    def _recordings(self) -> Callable[[Key], Recording] | None:
+        directory, most = self._settings.record_directory, self._settings.record_max_mib * 2**20
+        return None if directory is None else lambda key: Recording(directory, key, most)
 
     async def run(self) -> None:
         """Raises `WatchEndedError` when the watches failed; other errors are bugs."""

@@ -16,6 +16,7 @@ from busload_operator.control.kinds import CONFIG_MAPS, DEPLOYMENTS, PODS, SERVI
 from busload_operator.control.logs import about
 from busload_operator.control.nudge import Nudger
 from busload_operator.control.pods import is_made_for
+from busload_operator.control.record import Recording
 from busload_operator.control.service import InvalidSpecError, Service, read_service
 from busload_operator.control.status import Problem, Seen
 from busload_operator.control.stored import stored_status
@@ -58,11 +59,12 @@ class Reconciler:
         runtime: RuntimeSettings,
         recorder: Recorder,
         nodes_bandwidth: float | None = None,
+        recording: Callable[[Key], Recording] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         """`nodes_bandwidth`: memory bandwidth of the nodes, bytes per second, where whoever installed the operator
         has said so."""
-        self._nodes_bandwidth = nodes_bandwidth
+        self._nodes_bandwidth, self._recording = nodes_bandwidth, recording
         self._client, self._cache, self._tuners = client, cache, tuners
         self._runtime, self._recorder, self._clock = runtime, recorder, clock
         self._applier = Applier(client, cache)
@@ -98,6 +100,7 @@ class Reconciler:
             config_map = self._cache.get(CONFIG_MAPS, namespace, limits_config_map_name(name))
             deployment = self._cache.get(DEPLOYMENTS, namespace, name)
             tuner = self._tuners[service.key] = Tuner.recover(service, config_map, deployment)
+            tuner.recording = self._recording and self._recording(service.key)
         return tuner
 
     async def _apply(self, service: Service, tuner: Tuner) -> tuple[Problem | None, str]:

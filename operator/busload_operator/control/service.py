@@ -12,6 +12,9 @@ from busload_operator.control.stored import stored_status
 from busload_operator.resources.initial_limits import longest_sequence
 from busload_operator.tuning.types import Bounds, Mode, Objectives, Range, Scaling
 
+RECORD_ANNOTATION = "busload.dev/record"
+"""On an InferenceService: "false" keeps it out of the recordings."""
+
 
 class InvalidSpecError(ValueError):
     """A spec that got past admission (an older CRD, say) and cannot be served; names each field and what is allowed."""
@@ -35,6 +38,12 @@ class Service:
     def stored(self) -> Object:
         """The stored status, without what this version does not understand."""
         return stored_status(self.live)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether its steps may be recorded, where the operator records at all."""
+        annotations = self.live["metadata"].get("annotations") or {}
+        return annotations.get(RECORD_ANNOTATION) != "false"
 
     @property
     def asked_replicas(self) -> int:

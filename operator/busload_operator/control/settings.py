@@ -4,9 +4,10 @@ import os
 import re
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 _NAMESPACE = re.compile(r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
 _OWN_NAMESPACE_FILE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
@@ -31,6 +32,12 @@ def _namespace(value: Any) -> Any:
     return value
 
 
+def _writable(directory: Path | None) -> Path | None:
+    if directory is not None and not (directory.is_dir() and os.access(directory, os.W_OK)):
+        raise ValueError("it is not a directory that can be written to; create it, or mount a volume there")
+    return directory
+
+
 class Settings(BaseModel):
     """What the operator needs to know about its surroundings. The alias of each field is its environment variable."""
 
@@ -52,6 +59,10 @@ class Settings(BaseModel):
     memory_bandwidth: Annotated[float | None, Field(alias="BUSLOAD_MEMORY_BANDWIDTH", gt=0, lt=1e6)] = None
     """Memory bandwidth that a runtime pod gets on this cluster's nodes, in GB/s (10^9 bytes), as `busload plan`
     measures it; not given: each service's pods measure it, and say so when they are ready."""
+    record_directory: Annotated[Path | None, AfterValidator(_writable), Field(alias="BUSLOAD_RECORD_DIRECTORY")] = None
+    """Where each service's steps are recorded for `busload replay`; not given: nowhere. It must exist."""
+    record_max_mib: Annotated[int, Field(alias="BUSLOAD_RECORD_MAX_MIB", ge=1, le=65536)] = 32
+    """MiB that the recordings of one service take at most."""
     log_level: Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], Field(alias="BUSLOAD_LOG_LEVEL")] = "INFO"
     http_port: Annotated[int, Field(alias="BUSLOAD_HTTP_PORT", ge=0, le=65535)] = 8080
     """Probes and /metrics; 0: any free port."""

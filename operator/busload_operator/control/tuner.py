@@ -13,6 +13,7 @@ from busload_operator.control import metrics, report
 from busload_operator.control.apply import wrote
 from busload_operator.control.kinds import Key, Object, controller_of
 from busload_operator.control.logs import about
+from busload_operator.control.record import Recording
 from busload_operator.control.service import Service
 from busload_operator.resources.initial_limits import initial_limits
 from busload_operator.tuning.feasible import Reported
@@ -55,6 +56,8 @@ class Tuner:
         """Generation of the limits that each pod reported in the last round of scrapes."""
         self.reported: Reported | None = None
         """What the newest ready pod said about its model and machine."""
+        self.recording: Recording | None = None
+        """Where each step is recorded."""
         self.result: Result | None = None
         self.failure = ""
         """Why the last round of observation broke off (a bug); what was found before it is stale then."""
@@ -103,8 +106,11 @@ class Tuner:
             mode=service.mode,
             scaling=service.scaling,
         )
-        self._state, self.result = step(self._state, inputs)
-        self._record(self.result)
+        before = self._state
+        self._state, self.result = step(before, inputs)
+        if self.recording is not None and service.is_recorded:
+            self.recording.add(before, inputs, self.result, self._state)
+        self._tell(self.result)
         replicas = self.result.replicas if service.scaling is Scaling.OBSERVED else self.in_force.replicas
         self._change(self.result.limits, replicas)
 
@@ -115,7 +121,7 @@ class Tuner:
         if self.in_force != old:
             self.written = False
 
-    def _record(self, result: Result) -> None:
+    def _tell(self, result: Result) -> None:
         for closed in result.closed:
             self._close(closed)
         if made := result.decision:

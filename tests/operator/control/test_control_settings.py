@@ -31,6 +31,10 @@ def test_values() -> None:
         ("BUSLOAD_WATCH_NAMESPACES", "Team_A", "'Team_A' is no namespace name"),
         ("BUSLOAD_NAMESPACE", "a/b", "is no namespace name"),
         ("BUSLOAD_HTTP_PORT", "70000", "less than or equal to 65535"),
+        ("BUSLOAD_MEMORY_BANDWIDTH", "0", "greater than 0"),
+        ("BUSLOAD_MEMORY_BANDWIDTH", "nan", "less than 1000000"),
+        ("BUSLOAD_RECORD_DIRECTORY", "/no/such/folder", "not a directory that can be written to; create it"),
+        ("BUSLOAD_RECORD_MAX_MIB", "0", "greater than or equal to 1"),
     ],
 )
 def test_a_wrong_value_names_the_variable_and_what_is_allowed(name: str, value: str, hint: str) -> None:
