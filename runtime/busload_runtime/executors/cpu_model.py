@@ -17,6 +17,7 @@ from busload_runtime.model.architectures.description import Activation
 from busload_runtime.model.config import ModelConfig
 from busload_runtime.model.errors import ModelError
 from busload_runtime.model.gguf_file import TensorInfo
+from busload_runtime.model.progress import LoadProgress
 from busload_runtime.model.weights import WeightFile
 
 Rows: TypeAlias = NDArray[np.int32]
@@ -82,6 +83,7 @@ class PackedModel:
     def _pack(self, weights: WeightFile, matrices: list[_Matrix], threads: int) -> list[native.Matrix]:
         """One stretch of memory in the order of use, so that what is fetched ahead of one matrix is the next."""
         source = np.frombuffer(weights.file.data, np.uint8).ctypes.data
+        progress = LoadProgress(weights.file.path, self.weight_bytes)
         packed, tasks, address = [], [], self._memory
         for matrix in matrices:
             rows = -(-matrix.num_rows // native.UNIT_ROWS) * native.UNIT_ROWS
@@ -89,14 +91,16 @@ class PackedModel:
             tasks += [self._task(weights.file.path, source, matrix, address, chunk) for chunk in _chunks(matrix.parts)]
             address += matrix.num_bytes
         with ThreadPoolExecutor(min(threads, os.cpu_count() or 1)) as pool:
-            for done in pool.map(lambda task: task(), tasks):
-                assert done is None
+            for num_bytes in pool.map(lambda task: task(), tasks):
+                progress.add(num_bytes)
+        progress.finish()
         return packed
 
     def _task(
         self, file: str, source: int, matrix: _Matrix, address: int, chunk: list[tuple[int, _Part]]
-    ) -> Callable[[], None]:
-        def pack() -> None:
+    ) -> Callable[[], int]:
+        def pack() -> int:
+            """Returns the packed bytes."""
             for first, part in chunk:
                 code = self._library.bl_pack_rows(
                     part.tensor.type_id,
@@ -118,6 +122,7 @@ class PackedModel:
                         f"tensor {part.tensor.name} has type {part.tensor.type_name}, which the CPU engine does not "
                         "read; quantise the model to another, or choose --executor reference"
                     )
+            return matrix.num_bytes * sum(len(part.rows) for _, part in chunk) // matrix.num_rows
 
         return pack
 

@@ -20,6 +20,8 @@ from busload_runtime.executors.kv_pool import KvPool
 from busload_runtime.executors.linear import Linear, rows_of, tile, usable_threads
 from busload_runtime.executors.sampling import history_of, sample, shape
 from busload_runtime.model.architectures.description import Activation
+from busload_runtime.model.config import ModelConfig
+from busload_runtime.model.progress import LoadProgress
 from busload_runtime.model.weights import LayerVectors, LayerWeights, WeightFile
 
 Array: TypeAlias = NDArray[np.float32]
@@ -39,7 +41,12 @@ class ReferenceExecutor:
         self._config = config
         self._linear = Linear(num_threads or usable_threads())
         self._embedding = tile(weights.embedding())
-        self._layers = [_tiled(weights.layer(index)) for index in range(config.num_layers)]
+        progress = LoadProgress(weights.file.path, config.num_layers * _matrix_bytes(config))
+        self._layers = []
+        for index in range(config.num_layers):
+            self._layers.append(_tiled(weights.layer(index)))
+            progress.add(_matrix_bytes(config))
+        progress.finish()
         self._final_norm = weights.final_norm()
         self._output = self._embedding if config.tied_embeddings else tile(weights.output())
         self._rope_frequencies = weights.rope_frequencies()
@@ -207,6 +214,12 @@ def _gelu_tanh(x: Array) -> Array:
 
 
 _ACTIVATIONS = {Activation.SILU: _silu, Activation.GELU_TANH: _gelu_tanh}
+
+
+def _matrix_bytes(config: ModelConfig) -> int:
+    """Of one layer in fp32."""
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return 4 * config.hidden_size * (2 * q_size + 2 * kv_size + 3 * config.ffn_size)
 
 
 def _tiled(layer: LayerWeights) -> LayerWeights:

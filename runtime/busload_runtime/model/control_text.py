@@ -29,7 +29,7 @@ class ControlTexts:
         yield text[done:]
 
     def hide(self, text: str, mark: str) -> str:
-        """`text` with `mark` after the first character of each control text (of two or more), so that `split` finds none."""
+        """`text` with `mark` after the first character of each control text (if of two or more): `split` finds none."""
         parts, done = [], 0
         for begin in self._begins(text):  # also those inside another
             parts += [text[done : begin + 1], mark]
