@@ -28,6 +28,41 @@ TEMPLATES = {
     "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
     "tools": "{% if tools is none %}none{% else %}{% for t in tools %}{{ t.function.name }}{% endfor %}{% endif %}",
     "year": "{{ strftime_now('%Y') }}",
+    # What the templates of each family do, in a few lines each.
+    "llama 3": (
+        "{% set loop_messages = messages %}{% for m in loop_messages %}{% set content = "
+        "'<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' %}"
+        "{% if loop.index0 == 0 %}{% set content = '<|begin_of_text|>' + content %}{% endif %}{{ content }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    ),
+    "mistral": (
+        "{%- if messages[0].role == 'system' %}{%- set system = messages[0].content %}{%- set rest = messages[1:] %}"
+        "{%- else %}{%- set rest = messages %}{%- endif %}{%- for m in rest %}"
+        "{%- if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('alternate!') }}{%- endif %}"
+        "{%- if m['role'] == 'user' %}{%- if loop.first and system is defined %}{{- '[INST] ' + system + '\n\n' }}"
+        "{%- else %}{{- '[INST] ' }}{%- endif %}{{- m['content'] + ' [/INST]' }}"
+        "{%- else %}{{- ' ' + m['content'] | trim + '</s>' }}{%- endif %}{%- endfor %}"
+    ),
+    "qwen3": (
+        "{%- set ns = namespace(last=messages | length - 1) %}{%- for m in messages[::-1] %}"
+        "{%- if m.role == 'user' and not m.content.startswith('<tool_response>') %}"
+        "{%- set ns.last = messages | length - 1 - loop.index0 %}{%- endif %}{%- endfor %}{%- for m in messages %}"
+        "{%- set content = m.content if m.content is string else '' %}"
+        "{%- if '</think>' in content %}{%- set content = content.split('</think>')[-1].lstrip('\n') %}{%- endif %}"
+        "{{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>' + '\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- if enable_thinking is defined and "
+        "enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}"
+    ),
+    "gemma": (
+        "{%- if messages[0].role == 'system' -%}{%- set prefix = messages[0].content + '\n\n' -%}"
+        "{%- set rest = messages[1:] -%}{%- else -%}{%- set prefix = '' -%}{%- set rest = messages -%}{%- endif -%}"
+        "{%- for m in rest -%}{%- set role = 'model' if m['role'] == 'assistant' else m['role'] -%}"
+        "{{ '<start_of_turn>' + role + '\n' + (prefix if loop.first else '') }}"
+        "{%- if m['content'] is string -%}{{ m['content'] | trim }}{%- elif m['content'] is iterable -%}"
+        "{%- for item in m['content'] -%}{{ item['text'] | trim }}{%- endfor -%}{%- endif -%}"
+        "{{ '<end_of_turn>\n' }}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}"
+    ),
 }
 
 
