@@ -89,10 +89,28 @@ struct Rows {
   int oldest(int r) const { return job.window && position(r) >= job.window ? position(r) - job.window + 1 : 0; }
 };
 
-// Blocks begin..end of a span, and what to fetch meanwhile: the same place of the tiles that come next.
+// The tiles of the span that comes next, to be fetched evenly during this one: memory takes longer than the arithmetic of
+// a few rows, and it is never to wait for it.
+struct FetchTiles {
+  const uint8_t* tile[kSpanBlocks];
+  int count = 0, index = 0;
+  int64_t offset = 0, bytes;
+
+  static constexpr int kStep = 256;  // divides every tile
+  explicit FetchTiles(int64_t tile_bytes) : bytes(tile_bytes) {}
+  void add(const uint8_t* next) {
+    if (next) tile[count++] = next;
+  }
+  void step() {
+    if (index == count) return;
+    for (int i = 0; i < kStep; i += 64) __builtin_prefetch(tile[index] + offset + i, 0, 2);
+    if ((offset += kStep) == bytes) offset = 0, index++;
+  }
+};
+
+// Blocks begin..end of a span.
 struct Span {
   const uint8_t* tile[kSpanBlocks];
-  const uint8_t* next[kSpanBlocks];
   int begin, end;
   int first;  // position of the first key of block 0
 
@@ -107,8 +125,7 @@ struct Span {
 
 // Of one block, without the scales of the queries. Not inlined: gcc would spill the sums for the sake of what is around.
 template <int Count>
-__attribute__((noinline)) void scores(const uint8_t* tile, const uint8_t* next, const Rows& rows, int first_row,
-                                      float* out) {
+__attribute__((noinline)) void scores(const uint8_t* tile, const Rows& rows, int first_row, float* out, FetchTiles& fetch) {
   const int dim = rows.job.model->head_dim;
   const DotKeys::Word(*query)[kRowsAtOnce] = rows.words[first_row / kRowsAtOnce];
   const float* key_scale = (const float*)(tile + 2 * kBlockTokens * dim);
@@ -121,9 +138,7 @@ __attribute__((noinline)) void scores(const uint8_t* tile, const uint8_t* next, 
       for (int p = 0; p < kScoreParts; p++) total[r][p] = splat_int(rows.bias[first_row + r]);
     const uint8_t* keys = tile + part * 16 * dim;
     for (int i = 0; i < dim / 4; i += kUnroll, keys += 64 * kUnroll) {
-      if (next)
-        for (int j = 0; j < kUnroll * kScoreParts; j++)
-          __builtin_prefetch(next + (keys - tile) + 64 * (j % kUnroll) + j / kUnroll * 16 * dim, 0, 2);
+      fetch.step();
 #pragma GCC unroll 4
       for (int j = 0; j < kUnroll; j++) {
         DotKeys::Operand line[kScoreParts];
@@ -193,9 +208,10 @@ inline float peak_of(const Span& span, const float* score, Seen seen) {
 // A row's scores to bytes. Returns the sum of the weights by lane.
 template <bool Masked>
 inline F16 soften(const Span& span, const float* score, float scale, float peak, const ByteScale& to_byte, Seen seen,
-                  DotValues::Word* words) {
+                  DotValues::Word* words, FetchTiles& fetch) {
   F16 mass = splat(0);
   for (int i = span.begin * kBlockTokens; i < span.end * kBlockTokens; i += kBlockTokens) {
+    fetch.step();
     I16 rounded[2];
 #pragma GCC unroll 2
     for (int p = 0; p < 2; p++) {
@@ -213,7 +229,7 @@ inline F16 soften(const Span& span, const float* score, float scale, float peak,
 // Scores of `count` rows to weights; the sums' maxima and weight sums follow, their values are left to add_values.
 template <bool Masked>
 __attribute__((noinline)) void weigh(const Span& span, const Rows& rows, int first_row, int count, ByteScale& to_byte,
-                                     const Sums& sums, Weights& weights) {
+                                     const Sums& sums, Weights& weights, FetchTiles& fetch) {
   const auto seen = [&](int r) { return Seen{rows.oldest(r) - span.first, rows.position(r) - span.first + 1}; };
   store(weights.peak, splat(kMasked));
   for (int r = 0; r < count; r++)
@@ -223,7 +239,7 @@ __attribute__((noinline)) void weigh(const Span& span, const Rows& rows, int fir
     const int row = first_row + r;
     if (Masked) to_byte.set(span, sums.dim, seen(row).low, seen(row).high);
     const F16 mass =
-        soften<Masked>(span, weights.score[r], rows.scale[row], weights.peak[r], to_byte, seen(row), weights.words[r]);
+        soften<Masked>(span, weights.score[r], rows.scale[row], weights.peak[r], to_byte, seen(row), weights.words[r], fetch);
     store(sums.mass(row),
           fma(mass, splat(weights.factors.more[r]), mul(load(sums.mass(row)), splat(weights.factors.before[r]))));
     weights.step[r] = weights.factors.more[r] * to_byte.step;
@@ -231,8 +247,8 @@ __attribute__((noinline)) void weigh(const Span& span, const Rows& rows, int fir
 }
 
 template <int Count>
-__attribute__((noinline)) void add_values(const Span& span, const Weights& weights, int first_row, bool fetch,
-                                          const Sums& sums) {
+__attribute__((noinline)) void add_values(const Span& span, const Weights& weights, int first_row, const Sums& sums,
+                                          FetchTiles& fetch) {
   const int dim = sums.dim;
   for (int d = 0; d < dim; d += 16 * kValueParts) {
     I16 total[Count][kValueParts];
@@ -241,15 +257,11 @@ __attribute__((noinline)) void add_values(const Span& span, const Weights& weigh
 #pragma GCC unroll 2
       for (int p = 0; p < kValueParts; p++) total[r][p] = splat_int(0);
     for (int b = span.begin; b < span.end; b++) {
-      const int64_t offset = kBlockTokens * dim + 4 * d;
-      const uint8_t* values = span.tile[b] + offset;
-      const uint8_t* next = fetch ? span.next[b] : nullptr;
+      const uint8_t* values = span.tile[b] + kBlockTokens * dim + 4 * d;
       const DotValues::Word* words = weights.words[0] + b * (kBlockTokens / 4);
-      if (next)
-        for (int t = 0; t < kBlockTokens; t += 4)
-          for (int p = 0; p < kValueParts; p++) __builtin_prefetch(next + offset + t * dim + 64 * p, 0, 2);
 #pragma GCC unroll 8
       for (int g = 0; g < kBlockTokens / 4; g++) {
+        fetch.step();
         DotValues::Operand line[kValueParts];
 #pragma GCC unroll 2
         for (int p = 0; p < kValueParts; p++) line[p] = DotValues::prepare(load_line(values + 4 * g * dim + 64 * p));
@@ -281,7 +293,7 @@ inline void with_count(int count, F f) {
 }
 
 // One span for all rows, kRowsAtOnce at a time.
-void attend_span(const Span& all, const Rows& rows, const Sums& sums) {
+void attend_span(const Span& all, const Rows& rows, const Sums& sums, FetchTiles& fetch) {
   const int dim = sums.dim;
   Weights weights;
   ByteScale bytes;
@@ -293,12 +305,12 @@ void attend_span(const Span& all, const Rows& rows, const Sums& sums) {
     if (!masked && !whole_span) bytes.set(span, dim, 0, kSpan), whole_span = true;
     with_count<kRowsAtOnce>(count, [&](auto n) {
       for (int b = span.begin; b < span.end; b++)
-        scores<n>(span.tile[b], row ? nullptr : span.next[b], rows, row, weights.score[0] + b * kBlockTokens);
+        scores<n>(span.tile[b], rows, row, weights.score[0] + b * kBlockTokens, fetch);
       if (masked)
-        weigh<true>(span, rows, row, n, bytes, sums, weights), whole_span = false;
+        weigh<true>(span, rows, row, n, bytes, sums, weights, fetch), whole_span = false;
       else
-        weigh<false>(span, rows, row, n, bytes, sums, weights);
-      add_values<n>(span, weights, row, row == 0, sums);
+        weigh<false>(span, rows, row, n, bytes, sums, weights, fetch);
+      add_values<n>(span, weights, row, sums, fetch);
     });
   }
 }
@@ -315,38 +327,49 @@ void attend_segment(const Rows& rows, int segment, const Sums& sums) {
     span.first = first * kBlockTokens;
     span.begin = begin > first ? begin - first : 0;
     span.end = end - first < kSpanBlocks ? end - first : kSpanBlocks;
-    for (int b = span.begin; b < span.end; b++) {
-      const int ahead = first + b + kSpanBlocks;
-      span.tile[b] = tile(first + b);
-      span.next[b] = ahead < end ? tile(ahead) : job.next[ahead - end];
-    }
-    if (span.begin < span.end) attend_span(span, rows, sums);
+    FetchTiles fetch(kv_tile_bytes(sums.dim));
+    for (int b = span.begin; b < span.end; b++) span.tile[b] = tile(first + b);
+    for (int b = first + kSpanBlocks; b < first + 2 * kSpanBlocks && b < end; b++) fetch.add(tile(b));
+    if (first + kSpanBlocks >= end)
+      for (const uint8_t* next : job.next) fetch.add(next);
+    if (span.begin < span.end) attend_span(span, rows, sums, fetch);
   }
 }
 
 // The result of a job's rows: out / sum of the weights, quantised.
-void finish(const Rows& rows, const Sums& sums) {
-  const AttendJob& job = rows.job;
-  for (int r = 0; r < rows.count; r++) {
+void finish(const AttendJob& job, const Sums& sums) {
+  const int group = job.model->heads / job.model->kv_heads;
+  for (int r = 0; r < job.count * group; r++) {
     const F16 inverse = splat(1.f / sum(load(sums.mass(r))));
-    const int column = (job.kv_head * rows.group + r % rows.group) * sums.dim;
+    const int column = (job.kv_head * group + r % group) * sums.dim;
     for (int d = 0; d < sums.dim; d += kGroup)
       quantise_group(mul(load(sums.out(r) + d), inverse), mul(load(sums.out(r) + d + 16), inverse), job.out,
-                     job.row + r / rows.group, (column + d) / kGroup);
+                     job.row + r / group, (column + d) / kGroup);
   }
 }
 
 void attend(const AttendJob& job) {
   alignas(64) float memory[2][attend_sums(kMaxHeadDim, kAttendRows)];
   const Rows rows(job);
+  if (job.segment >= 0) return attend_segment(rows, job.segment, {job.partial, job.model->head_dim});
   const Sums total{memory[0], job.model->head_dim}, part{memory[1], job.model->head_dim};
-  total.clear(rows.count);
-  const int segment_tokens = kSegmentBlocks * kBlockTokens;
-  for (int s = rows.oldest(0) / segment_tokens; s <= rows.position(rows.count - 1) / segment_tokens; s++) {
+  const int first = rows.oldest(0) / kSegmentTokens;
+  attend_segment(rows, first, total);
+  for (int s = first + 1; s <= rows.position(rows.count - 1) / kSegmentTokens; s++) {
     attend_segment(rows, s, part);
     fold(total, part, rows.count);
   }
-  finish(rows, total);
+  finish(job, total);
+}
+
+// What `attend` does for a job whose segments lie apart, one after the other from the first one of the context.
+void attend_join(const AttendJob& job, float* partials) {
+  const int dim = job.model->head_dim, rows = job.count * (job.model->heads / job.model->kv_heads);
+  const int last = (job.position + job.count - 1) / kSegmentTokens;
+  const int first = job.window && job.position >= job.window ? (job.position - job.window + 1) / kSegmentTokens : 0;
+  const auto part = [&](int s) { return Sums{partials + s * (int64_t)attend_sums(dim, rows), dim}; };
+  for (int s = first + 1; s <= last; s++) fold(part(first), part(s), rows);
+  finish(job, part(first));
 }
 
 }  // namespace

@@ -17,10 +17,16 @@ namespace {
 // Up to so many rows every thread norms and quantises for itself: cheaper than a barrier.
 constexpr int kOwnRows = 4;
 
+// Segments of decoding rows whose sums can be kept apart in one step, counted per key-value head; rows beyond are done by
+// one thread each.
+constexpr int kPartials = 512;
+
 struct Buffers {
   float *x, *last, *qkv, *branch, *cosine, *sine, *logits;
   Activations normed, attended, last_attended, gated;
   Queries queries;
+  float* partials;          // [kPartials][attend_sums]
+  int32_t* partials_done;   // [kPartials] of the same row and head, counted at the first one
   Activations* own;         // [threads], kOwnRows rows
   ThreadScratch* scratch;   // [threads]
   SampleScratch* sampling;  // [threads]
@@ -76,6 +82,8 @@ Buffers lay_out(Arena& arena, const BlModel& m, int threads, int64_t tokens, int
   b.queries.q = arena.take<int8_t>(tokens * attended);
   b.queries.scale = arena.take<float>(tokens * m.heads);
   b.queries.sum = arena.take<int32_t>(tokens * m.heads);
+  b.partials = arena.take<float>((int64_t)kPartials * attend_sums(m.head_dim, m.heads / m.kv_heads));
+  b.partials_done = arena.take<int32_t>(kPartials);
   b.logits = arena.take<float>(samples * m.output.rows);
   return b;
 }
@@ -85,6 +93,8 @@ struct Row {
 };
 struct Block {  // rows that attend together
   int row, count, chunk;
+  int segment, segments;  // the only one of so many segments of the context; -1: all
+  int partials;           // where the sums of the segments are kept
 };
 
 // What layers add to: `rows` rows of the hidden size.
@@ -143,12 +153,19 @@ struct BlEngine {
     const auto within = [](const int32_t* values, int64_t count, int64_t limit) {
       return std::all_of(values, values + count, [=](int32_t v) { return 0 <= v && v < limit; });
     };
+    int partials = 0;
     rows.clear(), blocks.clear();
     for (int c = 0; c < step.num_chunks; c++) {
       const int first = (int)rows.size(), count = step.chunk_tokens[c], start = step.chunk_start[c];
       if (count < 1 || start < 0) return false;
       for (int i = 0; i < count; i++) rows.push_back({start + i, c});
-      for (int i = 0; i < count; i += at_once) blocks.push_back({first + i, std::min(at_once, count - i), c});
+      const int segments = start / kSegmentTokens + 1;
+      if (count == 1 && segments > 1 && partials + segments * model.kv_heads <= kPartials) {
+        for (int s = 0; s < segments; s++) blocks.push_back({first, 1, c, s, segments, partials});
+        partials += segments * model.kv_heads;
+      } else {
+        for (int i = 0; i < count; i += at_once) blocks.push_back({first + i, std::min(at_once, count - i), c, -1, 1, 0});
+      }
       const int needed = (start + count - 1) / kBlockTokens + 1;
       if (step.chunk_blocks[c + 1] - step.chunk_blocks[c] < needed) return false;
       if (!within(step.blocks + step.chunk_blocks[c], needed, step.num_blocks)) return false;
@@ -293,18 +310,32 @@ struct Pass {
       AttendJob job = attend_job(layer, kv, blocks, i);
       if (i + 1 < jobs) first_tiles(attend_job(layer, kv, blocks, i + 1), job.next);
       k.attend(job);
+      if (const Block& block = blocks[i / m.kv_heads]; block.segments > 1) {
+        const int first = first_partial(block, job.kv_head);
+        int32_t& done = buffers.partials_done[first];
+        if (__atomic_add_fetch(&done, 1, __ATOMIC_ACQ_REL) < block.segments) return;
+        done = 0;
+        k.attend_join(job, partial(first));
+      }
     });
     end(id, kAttend);
   }
 
   AttendJob attend_job(const BlLayer& layer, const uint8_t* kv, const std::vector<Block>& blocks, int index) const {
     const Block& block = blocks[index / m.kv_heads];
-    return {&m, buffers.queries, block.row, block.count, engine.rows[block.row].position, index % m.kv_heads, layer.window,
+    const int head = index % m.kv_heads;
+    return {&m, buffers.queries, block.row, block.count, engine.rows[block.row].position, head, layer.window, block.segment,
+            block.segments > 1 ? partial(first_partial(block, head) + block.segment) : nullptr,
             table(block.chunk), kv, engine.block_bytes, {}, buffers.attended};
+  }
+  int first_partial(const Block& block, int head) const { return block.partials + head * block.segments; }
+  float* partial(int index) const {
+    return buffers.partials + index * (int64_t)attend_sums(m.head_dim, m.heads / m.kv_heads);
   }
 
   static void first_tiles(const AttendJob& job, const uint8_t** tiles) {
-    const int first = job.window && job.position >= job.window ? (job.position - job.window + 1) / kBlockTokens : 0;
+    const int oldest = job.window && job.position >= job.window ? (job.position - job.window + 1) / kBlockTokens : 0;
+    const int first = std::max(oldest, job.segment * kSegmentBlocks);
     const int last = (job.position + job.count - 1) / kBlockTokens;
     for (int i = 0; i < kSpanBlocks && first + i <= last; i++)
       tiles[i] = job.kv + job.blocks[first + i] * job.block_bytes + job.kv_head * kv_tile_bytes(job.model->head_dim);
@@ -408,6 +439,7 @@ int32_t bl_step(BlEngine* engine, const BlStep* step) {
     Buffers buffers;
     if (engine->rows.empty()) return 0;
     if (!engine->make_room(engine->rows.size(), step->num_samples, buffers)) return -1;
+    memset(buffers.partials_done, 0, kPartials * sizeof(int32_t));
     Pass pass{*engine, *step, buffers};
     engine->team.run(pass);
     return 0;

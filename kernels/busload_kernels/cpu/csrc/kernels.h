@@ -17,7 +17,7 @@ struct RopeRow {
 
 // Attention takes keys in spans of so many blocks, which share one maximum, and spans in segments, which are summed apart:
 // see attend.h. Tiles are fetched one span ahead.
-constexpr int kSpanBlocks = 4, kSegmentBlocks = 16;
+constexpr int kSpanBlocks = 4, kSegmentBlocks = 16, kSegmentTokens = kSegmentBlocks * kBlockTokens;
 
 // Consecutive tokens of one request that attend together.
 struct AttendJob {
@@ -27,6 +27,8 @@ struct AttendJob {
   int position;            // of the first
   int kv_head;
   int window;              // 0: all
+  int segment;             // the only segment to do, its sums to go to `partial`; -1: all of them
+  float* partial;          // [attend_sums]
   const int32_t* blocks;   // block table of the request
   const uint8_t* kv;       // cache of this layer: block b, this kv head at kv + b * block_bytes
   int64_t block_bytes;
@@ -53,6 +55,8 @@ struct Kernels {
   void (*rotate_store)(const BlModel&, const BlLayer&, float* qkv, RopeRow, const Queries&, int row, uint8_t* tile,
                        int slot);
   void (*attend)(const AttendJob&);
+  // What follows when all segments of a job have been done apart: `partials` holds the sums of each, from segment 0 on.
+  void (*attend_join)(const AttendJob&, float* partials);
   // Index of the largest of n values, the first of equals.
   int32_t (*argmax)(const float* x, int n);
   // out[i] = exp(scale * (x[i] - peak)); returns the sum, added in a fixed order.

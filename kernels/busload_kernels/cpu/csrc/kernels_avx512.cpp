@@ -7,7 +7,7 @@
 
 namespace busload {
 const Kernels* avx512_kernels() {
-  static const Kernels k{"avx512", linear, norm_quantise, norm_add, gate, rotate_store, attend, argmax, exponentials};
+  static const Kernels k{"avx512", linear, norm_quantise, norm_add, gate, rotate_store, attend, attend_join, argmax, exponentials};
   return &k;
 }
 }  // namespace busload

@@ -6,7 +6,7 @@
 
 namespace busload {
 const Kernels* portable_kernels() {
-  static const Kernels k{"portable", linear, norm_quantise, norm_add, gate, rotate_store, attend, argmax, exponentials};
+  static const Kernels k{"portable", linear, norm_quantise, norm_add, gate, rotate_store, attend, attend_join, argmax, exponentials};
   return &k;
 }
 }  // namespace busload
