@@ -20,8 +20,9 @@ MIB = 2**20
 _TILE_BYTES = {4: 4 * 64 + 2 * 16 * 2, 8: 8 * 64 + 16 * 2}
 _NIBBLES = frozenset({"Q4_0", "Q4_1", "Q4_K"})
 _UNIT_ROWS, _GROUP, _BLOCK_TOKENS = 32, 32, 32
-# Of a step's buffers: rows that each thread quantises for itself, bytes of a tile that is unpacked for a large batch.
-_OWN_ROWS, _WIDE_BYTES = 5, 8 * 64 + 2 * 16 * 4
+# Of a step's buffers: rows that each thread quantises for itself; bytes of a tile that is unpacked for a large batch, and
+# of how many groups of inputs two such tiles are kept.
+_OWN_ROWS, _WIDE_BYTES, _WIDE_GROUPS = 5, 8 * 64 + 2 * 16 * 4, 24
 _ALIGNMENT = 64
 
 # Two processes, measured on x86-64 after loading with vocabularies of 49,152 and 262,144 tokens (171 and 221 MiB, the
@@ -145,20 +146,26 @@ def _cpu_step(config: ModelConfig) -> StepMemory:
         + attended
         + 2 * 4 * config.num_heads  # queries
     )
-    groups = max(widths) // _GROUP
-    per_thread = _OWN_ROWS * _quantised(config.hidden_size) + groups * 2 * _WIDE_BYTES + 2 * 4 * config.vocab_size
+    per_thread = (
+        _OWN_ROWS * _quantised(config.hidden_size) + _WIDE_GROUPS * 2 * _WIDE_BYTES + 2 * 4 * config.vocab_size
+    )
+    per_request = (
+        4 * _whole_units(config.vocab_size)  # logits
+        + 4 * config.hidden_size  # residual and attention of the last layer
+        + _quantised(attended)
+    )
     return StepMemory(
-        fixed=quantised + 20 * _ALIGNMENT,
+        fixed=quantised + _quantised(attended) + 28 * _ALIGNMENT,
         per_thread=per_thread + 12 * _ALIGNMENT,
         per_token=per_token,
         per_token_and_thread=2 * 4 * _UNIT_ROWS,
-        per_request=4 * _whole_units(config.vocab_size),
+        per_request=per_request,
     )
 
 
 def _quantised(cols: int) -> int:
-    """Bytes of one row of activations: a byte each, and two fp32 for every 32."""
-    return cols + cols // _GROUP * 8
+    """Bytes of one row of activations: a byte each; scale, offset and sum for every 32."""
+    return cols + cols // _GROUP * 12
 
 
 def _whole_units(rows: int) -> int:
