@@ -66,7 +66,10 @@ class Options:
 
 
 def run(options: Options) -> None:
-    """Runs and prints. Raises `SetupError` for anything that cannot be used, before the first run where possible."""
+    """Runs and prints. Raises `SetupError` for anything that cannot be used, before the first run where possible.
+
+    Interrupted (without --jobs), it prints what was done before it raises `KeyboardInterrupt`.
+    """
     names = list(options.policies) or ([] if options.compare else ["tuner"])
     if options.compare:
         names += [name for name in COMPARED if name not in names]
@@ -82,7 +85,13 @@ def run(options: Options) -> None:
         compare.check(name, load, setup)
     print(_describe(load, setup, options), file=sys.stderr)
     if options.jobs == 1 or len(names) == 1:
-        entries = [_run_here(name, load, setup, options.target) for name in names]
+        entries: list[Entry] = []
+        try:
+            for name in names:
+                entries.append(_run_here(name, load, setup, options.target))
+        except KeyboardInterrupt:
+            _write(options, entries, _describe(load, setup, options))
+            raise
     else:
         entries = _run_beside(names, load, setup, options)
     _write(options, entries, _describe(load, setup, options))
@@ -259,6 +268,8 @@ def _speed(entry: Entry, seconds: float) -> None:
 
 
 def _write(options: Options, entries: list[Entry], title: str) -> None:
+    if not entries:
+        return
     if options.json_file:
         text = json.dumps(
             {"load": title, "policies": [as_json(entry.summary, entry.outcome) for entry in entries]}, indent=1

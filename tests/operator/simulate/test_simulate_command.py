@@ -4,11 +4,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from busload_operator.cli import build_app
+from busload_operator.simulate import compare
 
 
 def simulate(*arguments: str) -> Result:
@@ -101,6 +103,20 @@ def test_what_cannot_be_used_is_told_in_one_line(arguments: tuple[str, ...], tex
     assert len(told) == 1
     assert text in told[0]
     assert "Traceback" not in result.stderr
+
+
+def test_an_interrupt_shows_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = compare.run
+
+    def interrupted(name: str, *rest: Any) -> compare.Entry:
+        if name == "wva":
+            raise KeyboardInterrupt
+        return run(name, *rest)
+
+    monkeypatch.setattr(compare, "run", interrupted)
+    result = simulate("-p", "static:1", "-p", "wva", "-p", "tuner")
+    assert result.exit_code == 130
+    assert [line.split()[0] for line in result.stdout.splitlines()] == ["policy", "static:1"]
 
 
 def test_rates_over_a_day(tmp_path: Path) -> None:
