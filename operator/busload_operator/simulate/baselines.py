@@ -35,6 +35,8 @@ class Hpa:
         """Bounds, rate limit and stabilisation of the number wanted now."""
         n = look.replicas
         wanted = look.bounds.replicas.clamp(min(wanted, max(n + 4, 2 * n)))
+        if not self._wanted:
+            self._wanted.append((look.now, n))  # the HPA takes what it finds for an earlier recommendation
         self._wanted.append((look.now, wanted))
         while self._wanted[0][0] <= look.now - self._down:
             self._wanted.popleft()

@@ -18,6 +18,13 @@ def wanted(policy: Policy, now: float, replicas: int, *pods: Counters | None) ->
     return policy(look(now, replicas, *pods)).replicas
 
 
+def wanted_later(policy: Policy, replicas: int, *pods: Counters | None) -> int:
+    """After five minutes of the same: longer than scaling down is held back."""
+    for now in range(0, 300, 15):
+        wanted(policy, now, replicas, *pods)
+    return wanted(policy, 300, replicas, *pods)
+
+
 def test_waiting_divides_the_queue_and_comes_down_late() -> None:
     policy = Waiting(5)
     assert wanted(policy, 0, 1, counters(waiting=22)) == 5
@@ -67,7 +74,9 @@ def test_saturation_steps_by_one() -> None:
     assert wanted(Saturation(), 0, 2, pod(0.75), pod(0.9)) == 3, "spare of 5% is below 10%"
     assert wanted(Saturation(), 0, 2, pod(0.5), pod(0.5)) == 2, "1.0 on the other one would be too much"
     assert wanted(Saturation(), 0, 2, pod(0.3, 4), pod(0.3, 4)) == 3, "spare of 1 waiting is below 3"
-    assert wanted(Saturation(), 0, 3, pod(0.2), pod(0.2), pod(0.2)) == 2
+    assert wanted(Saturation(), 0, 3, pod(0.2), pod(0.2), pod(0.2)) == 3, "down only after 240 s"
+    assert wanted_later(Saturation(), 3, pod(0.2), pod(0.2), pod(0.2)) == 2
+    assert wanted_later(Saturation(), 2, pod(0.5), pod(0.5)) == 2, "1.0 on the other one would be too much"
     assert wanted(Saturation(), 0, 3, pod(0.9), pod(0.9), None) == 3, "nothing while a pod starts"
 
 
@@ -89,7 +98,7 @@ def test_token_capacity_counts_demand_in_tokens() -> None:
     assert wanted(TokenCapacity(), 0, 1, tokens(1040)) == 1
     assert wanted(TokenCapacity(), 0, 1, tokens(1120)) == 2, "over 85%"
     assert wanted(TokenCapacity(), 0, 1, tokens(800, waiting=4)) == 2, "800 + 4 * 100"
-    assert wanted(TokenCapacity(), 0, 3, tokens(160), tokens(160), tokens(160)) == 1
+    assert wanted_later(TokenCapacity(), 3, tokens(160), tokens(160), tokens(160)) == 1
     assert wanted(TokenCapacity(), 0, 2, counters(), counters()) == 2, "no request seen yet"
 
 
