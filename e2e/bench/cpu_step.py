@@ -5,9 +5,13 @@
 The step is called as the engine calls it, with greedy sampling; no scheduler and no HTTP. `--phases` builds an engine
 that counts, and prints where a step's time goes (median, mean of the threads): CPU time of the work, which the
 neighbours on the machine hardly change, and time without work.
+
+Between decode steps all threads read memory once, so that the share of the read bandwidth compares medians of the same
+seconds: bandwidth, too, is what neighbours leave.
 """
 
 import argparse
+import ctypes
 import json
 import os
 import statistics
@@ -19,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from busload_kernels.cpu import library as native
 from busload_runtime.engine.plan import Chunk, Plan, SamplingParams
 from busload_runtime.executors.cpu import CpuExecutor
 from busload_runtime.model.load import load_weights
@@ -47,7 +52,8 @@ def main() -> None:
     blocks = per_request * max([1, *options.batches])
     executor.reserve(blocks)
     executor.resize(blocks)
-    read = max(executor.measure_bandwidth(copy=False) for _ in range(3))
+    reader = _Reader(executor.threads)
+    read = max(reader.bandwidth() for _ in range(50))
     print(
         f"{executor.isa}, {executor.threads} threads, loaded in {loaded:.2f} s, load average {os.getloadavg()[0]:.1f}; "
         f"weights {executor.weight_bytes / 1e6:.1f} MB; "
@@ -57,10 +63,10 @@ def main() -> None:
     for batch in options.batches:
         plan = _decode(executor, batch, options.context, per_request)
         moved = executor.weight_bytes + batch * options.context * executor.bytes_per_block / executor.block_size
-        results.append(_measure(executor, f"decode {batch}", plan, batch, options.seconds, moved, read))
+        results.append(_measure(executor, f"decode {batch}", plan, batch, options.seconds, moved, reader))
     for length in options.prefill:
         plan = Plan((Chunk(0, _tokens(executor, length), 0, tuple(range(-(-length // 32))), _GREEDY),))
-        results.append(_measure(executor, f"prefill {length}", plan, length, options.seconds, None, read))
+        results.append(_measure(executor, f"prefill {length}", plan, length, options.seconds))
     if options.json:
         options.json.write_text(json.dumps({"isa": executor.isa, "threads": executor.threads, "results": results}))
 
@@ -80,11 +86,34 @@ def _tokens(executor: CpuExecutor, count: int, seed: int = 0) -> tuple[int, ...]
     return tuple(np.random.default_rng(seed).integers(0, executor.vocab_size, count).tolist())
 
 
+class _Reader:
+    """Reads memory with `threads` threads."""
+
+    _BYTES = 2**26
+
+    def __init__(self, threads: int) -> None:
+        self._library, self._threads = native.load(), threads
+        self._buffer = self._library.bl_map(self._BYTES)
+        ctypes.memset(self._buffer, 1, self._BYTES)
+
+    def bandwidth(self) -> float:
+        """Bytes per second of one pass."""
+        return float(self._library.bl_bandwidth(self._buffer, self._BYTES, self._threads, 0.0, 0))
+
+
 def _measure(
-    executor: CpuExecutor, name: str, plan: Plan, tokens: int, seconds: float, moved: float | None, read: float
+    executor: CpuExecutor,
+    name: str,
+    plan: Plan,
+    tokens: int,
+    seconds: float,
+    moved: float | None = None,
+    reader: _Reader | None = None,
 ) -> dict[str, Any]:
-    """Runs `plan` for about `seconds`. Median and best: what else runs on the machine only ever adds time."""
+    """Runs `plan` for about `seconds`. Median and best: what else runs on the machine only ever adds time. The `moved`
+    bytes of a step are compared with what `reader` reads in between."""
     times: list[float] = []
+    reads: list[float] = []
     profiles: list[dict[str, NDArray[np.float64]]] = []
     executor.run(plan)
     executor.take_profile()
@@ -94,13 +123,16 @@ def _measure(
         executor.run(plan)
         times.append(time.perf_counter() - begin)
         profiles.append(executor.take_profile())
+        if reader is not None:
+            reads.append(reader.bandwidth())
     median, best = statistics.median(times), min(times)
     line = (
         f"{name:>14}: median {median * 1e3:8.3f} ms {tokens / median:8.0f} tok/s   "
         f"best {best * 1e3:8.3f} ms {tokens / best:8.0f} tok/s"
     )
+    share = moved / median / statistics.median(reads) if moved is not None else None
     if moved is not None:
-        line += f"   {moved / median / 1e9:5.1f} GB/s, {moved / median / read:4.0%} (best {moved / best / read:.0%})"
+        line += f"   {moved / median / 1e9:5.1f} GB/s, {share:.0%} of the read bandwidth"
     print(line, flush=True)
     phases = {phase: np.median([one[phase].mean(axis=0) for one in profiles], axis=0) for phase in profiles[0]}
     for phase, (busy, idle) in phases.items():
@@ -112,6 +144,7 @@ def _measure(
         "best": best,
         "tokens": tokens,
         "moved": moved,
+        "share": share,
         "phases": {phase: spent.tolist() for phase, spent in phases.items()},
     }
 

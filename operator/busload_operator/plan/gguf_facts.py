@@ -20,8 +20,8 @@ MIB = 2**20
 _TILE_BYTES = {4: 4 * 64 + 2 * 16 * 2, 8: 8 * 64 + 16 * 2}
 _NIBBLES = frozenset({"Q4_0", "Q4_1", "Q4_K"})
 _UNIT_ROWS, _GROUP, _BLOCK_TOKENS = 32, 32, 32
-# Of a step's buffers: rows that each thread quantises for itself; bytes of a tile that is unpacked for a large batch, and
-# of how many groups of inputs two such tiles are kept.
+# Of a step's buffers: rows that each thread quantises for itself; bytes of a tile that is unpacked for a large batch,
+# and of how many groups of inputs two such tiles are kept.
 _OWN_ROWS, _WIDE_BYTES, _WIDE_GROUPS = 5, 8 * 64 + 2 * 16 * 4, 24
 _ALIGNMENT = 64
 
@@ -146,9 +146,7 @@ def _cpu_step(config: ModelConfig) -> StepMemory:
         + attended
         + 2 * 4 * config.num_heads  # queries
     )
-    per_thread = (
-        _OWN_ROWS * _quantised(config.hidden_size) + _WIDE_GROUPS * 2 * _WIDE_BYTES + 2 * 4 * config.vocab_size
-    )
+    per_thread = _OWN_ROWS * _quantised(config.hidden_size) + _WIDE_GROUPS * 2 * _WIDE_BYTES + 2 * 4 * config.vocab_size
     per_request = (
         4 * _whole_units(config.vocab_size)  # logits
         + 4 * config.hidden_size  # residual and attention of the last layer
