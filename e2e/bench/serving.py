@@ -211,7 +211,7 @@ def _cpu_step(*arguments: str) -> dict[str, Any]:
     """What `e2e.bench.cpu_step` measures."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, "-m", "e2e.bench.cpu_step", *arguments, f"--json={file.name}"]
-        subprocess.run(command, check=True, timeout=900)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=900)
         document: dict[str, Any] = json.loads(file.read())
     return document
 
