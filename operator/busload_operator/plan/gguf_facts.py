@@ -23,6 +23,8 @@ _UNIT_ROWS, _GROUP, _BLOCK_TOKENS = 32, 32, 32
 # Of a step's buffers: rows that each thread quantises for itself; bytes of a tile that is unpacked for a large batch,
 # and of how many groups of inputs two such tiles are kept.
 _OWN_ROWS, _WIDE_BYTES, _WIDE_GROUPS = 5, 8 * 64 + 2 * 16 * 4, 24
+# Sums of long contexts that are computed in segments: how many, and floats of each beside those of its rows.
+_PARTIALS, _PARTIAL_HEAD = 512, 48
 _ALIGNMENT = 64
 
 # Two processes, measured on x86-64 after loading with vocabularies of 49,152 and 262,144 tokens (171 and 221 MiB, the
@@ -152,8 +154,9 @@ def _cpu_step(config: ModelConfig) -> StepMemory:
         + 4 * config.hidden_size  # residual and attention of the last layer
         + _quantised(attended)
     )
+    partial = _PARTIAL_HEAD + config.num_heads // config.num_kv_heads * (config.head_dim + 16)
     return StepMemory(
-        fixed=quantised + _quantised(attended) + 28 * _ALIGNMENT,
+        fixed=quantised + _quantised(attended) + 4 * _PARTIALS * (partial + 1) + 28 * _ALIGNMENT,
         per_thread=per_thread + 12 * _ALIGNMENT,
         per_token=per_token,
         per_token_and_thread=2 * 4 * _UNIT_ROWS,
