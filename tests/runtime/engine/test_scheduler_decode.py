@@ -37,7 +37,11 @@ def picture(scheduler: Scheduler) -> object:
     return (
         scheduler.counters,
         scheduler.levels(),
-        [(r.request_id, r.tokens, r.computed, r.reached, r.table, r.digests, r.published) for r in scheduler._running],
+        # Digests past `published` are a memory of look-ups, no state.
+        [
+            (r.request_id, r.tokens, r.computed, r.reached, r.table, r.digests[: r.published], r.published)
+            for r in scheduler._running
+        ],
         [r.request_id for r in scheduler._preempted],
         list(scheduler._arrived),
         [(block.block_id, block.users, block.digest) for block in pool._blocks],
