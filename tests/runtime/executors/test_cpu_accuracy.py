@@ -21,6 +21,7 @@ from busload_runtime.executors.cpu import CpuExecutor
 from busload_runtime.executors.reference import ReferenceExecutor
 from busload_runtime.model.load import TextModel, load_text_model, load_weights
 
+TEXT_TOKENS = 2000
 BLOCKS = 256
 NEW_TOKENS = 16
 # Where the reference's best token leads by this many logits, ours must be the same. (Of 2,000 tokens, no flip was seen
@@ -62,14 +63,13 @@ class Bound:
     relative_logit_error: float
     divergence: float
     perplexity: float
-    text_tokens: int = 2000
 
 
 BOUNDS = (
     Bound(Type.Q4_1, relative_logit_error=0.05, divergence=0.006, perplexity=0.01),  # the bundled file itself
     Bound(Type.Q8_0, relative_logit_error=0.05, divergence=0.006, perplexity=0.01),
-    # Quantised to int8 at load as well.
-    Bound(Type.F16, relative_logit_error=0.06, divergence=0.008, perplexity=0.015, text_tokens=1000),
+    # Quantised to int8 at load as well: +0.7% measured, with a standard error of 0.2% over these tokens.
+    Bound(Type.F16, relative_logit_error=0.06, divergence=0.008, perplexity=0.012),
 )
 
 Report = Callable[[str], None]
@@ -109,9 +109,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_logits_and_perplexity_of_a_text(pair: Pair, text: TextModel, report: Report) -> None:
     prose = (Path(__file__).parent / "prose.txt").read_text()
-    count = pair.bound.text_tokens
-    tokens = text.tokenizer.encode(prose, special=False)[: count + 1]
-    assert len(tokens) == count + 1
+    tokens = text.tokenizer.encode(prose, special=False)[: TEXT_TOKENS + 1]
+    assert len(tokens) == TEXT_TOKENS + 1
     ours = CpuExecutor(load_weights(pair.path))
     sized(ours, BLOCKS)
     error = size = divergence = exact_loss = our_loss = 0.0
@@ -129,14 +128,14 @@ def test_logits_and_perplexity_of_a_text(pair: Pair, text: TextModel, report: Re
         flipped = exact.argmax(axis=1) != near.argmax(axis=1)
         flips += margins(exact)[flipped].tolist()
     relative = float(np.sqrt(error / size))
-    perplexity, change = np.exp(exact_loss / count), np.exp((our_loss - exact_loss) / count) - 1
+    perplexity, change = np.exp(exact_loss / TEXT_TOKENS), np.exp((our_loss - exact_loss) / TEXT_TOKENS) - 1
     report(
-        f"{pair.bound.precision.name} on cpu-{ours.isa}, {count} tokens: relative logit error {relative:.4f}, "
-        f"KL divergence {divergence / count:.5f}, perplexity {perplexity:.3f} {change:+.2%}, best token differs "
+        f"{pair.bound.precision.name} on cpu-{ours.isa}, {TEXT_TOKENS} tokens: relative logit error {relative:.4f}, "
+        f"KL divergence {divergence / TEXT_TOKENS:.5f}, perplexity {perplexity:.3f} {change:+.2%}, best token differs "
         f"at {len(flips)} (largest lead there {max(flips, default=0):.2f} logits)"
     )
     assert relative < pair.bound.relative_logit_error
-    assert divergence / count < pair.bound.divergence
+    assert divergence / TEXT_TOKENS < pair.bound.divergence
     assert abs(change) < pair.bound.perplexity
     assert max(flips, default=0) < MARGIN
 
