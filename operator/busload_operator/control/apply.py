@@ -7,6 +7,7 @@ changes it, so (2) notices drift without knowing anything about defaults or norm
 
 import hashlib
 import json
+from collections.abc import Collection
 from typing import Any
 
 from busload_operator.control.cache import Cache
@@ -27,8 +28,9 @@ class Applier:
     def __init__(self, client: Client, cache: Cache):
         self._client, self._cache = client, cache
 
-    async def apply(self, owner: Object, desired: list[Object]) -> list[Object]:
-        """Applies children in order and removes those that are no longer desired. Returns the live children.
+    async def apply(self, owner: Object, desired: list[Object], spared: Collection[str] = ()) -> list[Object]:
+        """Applies children in order and removes those that are no longer desired, but none whose name is `spared`.
+        Returns the live children.
 
         Raises `ForeignObjectError` before anything is written, or `ApiError`.
         """
@@ -38,8 +40,14 @@ class Applier:
             found if found is not None and is_applied(found, body) else await self._write(body, found)
             for body, found in zip(map(stamp, desired), known, strict=True)
         ]
-        await self._prune(owner, desired)
+        await self._prune(owner, desired, spared)
         return live
+
+    async def apply_one(self, owner: Object, body: Object) -> None:
+        """One child and nothing else. Raises `ForeignObjectError` or `ApiError`."""
+        found, stamped = await self._find(body, owner["metadata"]["uid"]), stamp(body)
+        if found is None or not is_applied(found, stamped):
+            await self._write(stamped, found)
 
     async def _find(self, child: Object, owner_uid: str) -> Object | None:
         """The live object. What carries no label of ours is not in the cache, so a miss is asked from the server."""
@@ -58,14 +66,15 @@ class Applier:
         self._cache.put(kind, live)
         return live
 
-    async def _prune(self, owner: Object, desired: list[Object]) -> None:
+    async def _prune(self, owner: Object, desired: list[Object], spared: Collection[str]) -> None:
         key = Key(owner["metadata"]["namespace"], owner["metadata"]["name"])
         wanted = {(child_kind(child), child["metadata"]["name"]) for child in desired}
         for kind in CHILDREN:
             for obj in self._cache.of_service(kind, key):
                 ours = (controller_of(obj) or {}).get("uid") == owner["metadata"]["uid"]
                 leaving = obj["metadata"].get("deletionTimestamp")
-                if ours and not leaving and (kind, obj["metadata"]["name"]) not in wanted:
+                name = obj["metadata"]["name"]
+                if ours and not leaving and name not in spared and (kind, name) not in wanted:
                     await self._client.delete(kind, obj)
 
 

@@ -120,6 +120,7 @@ class Observer:
             "overdue": tuner.overdue,
             "lags": self._lags(tuner),
             "reported": tuner.reported,
+            "remembered": tuner.remembered.memory,
         }
 
     @staticmethod

@@ -22,6 +22,7 @@ from busload_operator.control.status import Problem, Seen
 from busload_operator.control.stored import stored_status
 from busload_operator.control.tuner import Tuner
 from busload_operator.resources.build import children
+from busload_operator.resources.learned_config_map import learned_config_map, learned_config_map_name
 from busload_operator.resources.limits_config_map import limits_config_map_name
 from busload_operator.resources.settings import RuntimeSettings
 from busload_runtime.contract import LimitsDocument
@@ -71,6 +72,8 @@ class Reconciler:
         self._nudger = Nudger(client, clock)
         self._told_at: dict[Key, float] = {}
         self._rejected: dict[Key, _Rejected] = {}
+        self._unremembered: dict[Key, str] = {}
+        """Why what was learned could not be stored: told once."""
 
     async def reconcile(self, key: Key) -> float | None:
         """Returns the seconds after which it must run again, or None. Raises `ApiError` for what to try again."""
@@ -99,7 +102,8 @@ class Reconciler:
             namespace, name = service.key
             config_map = self._cache.get(CONFIG_MAPS, namespace, limits_config_map_name(name))
             deployment = self._cache.get(DEPLOYMENTS, namespace, name)
-            tuner = self._tuners[service.key] = Tuner.recover(service, config_map, deployment)
+            learned = self._cache.get(CONFIG_MAPS, namespace, learned_config_map_name(name))
+            tuner = self._tuners[service.key] = Tuner.recover(service, config_map, deployment, learned)
             tuner.recording = self._recording and self._recording(service.key)
         return tuner
 
@@ -117,7 +121,7 @@ class Reconciler:
         except ValueError as error:  # a model source that admission would have refused
             return Problem("InvalidSpec", str(error)), ""
         try:
-            await self._applier.apply(service.live, desired)
+            await self._applier.apply(service.live, desired, spared=(learned_config_map_name(service.key.name),))
         except ForeignObjectError as error:
             return Problem("ForeignObject", str(error)), ""
         except ApiError as error:
@@ -130,11 +134,28 @@ class Reconciler:
             if error.status == 403:
                 return None, str(error)
             raise
+        await self._remember(service, tuner)
         if tuner.in_force == in_force:  # the observation loop may have moved on meanwhile
             tuner.written = True
         pods = self._pods(service.key)
         await self._nudger.nudge(pods, in_force.generation, tuner.runs, changed)
         return None, ""
+
+    async def _remember(self, service: Service, tuner: Tuner) -> None:
+        """Stores what was learned. Only the next process needs it: nothing waits for it, nothing fails with it."""
+        if not tuner.remembered.memory.entries:
+            return
+        body = learned_config_map(service.parsed, tuner.remembered.memory.to_json())
+        try:
+            await self._applier.apply_one(service.live, body)
+        except (ForeignObjectError, ApiError) as error:
+            if isinstance(error, ApiError) and error.namespace_terminating:
+                raise
+            if self._unremembered.get(service.key) != str(error):
+                log.warning("what was learned is not stored: %s", error, extra=about(*service.key))
+            self._unremembered[service.key] = str(error)
+        else:
+            self._unremembered.pop(service.key, None)
 
     def _pods(self, key: Key) -> list[Object]:
         return [pod for pod in self._cache.of_service(PODS, key) if is_made_for(pod, key.name)]
@@ -178,6 +199,7 @@ class Reconciler:
         self._tuners.pop(key, None)
         self._told_at.pop(key, None)
         self._rejected.pop(key, None)
+        self._unremembered.pop(key, None)
 
     def sweep(self) -> None:
         """Drops what is remembered of pods that are gone."""

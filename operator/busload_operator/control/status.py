@@ -233,7 +233,13 @@ def _stalled(seen: Seen) -> Object | None:
 
 
 def _feasible(seen: Seen) -> Object:
-    found = seen.feasibility
+    found, tuner = seen.feasibility, seen.tuner
+    if found.possible is None and tuner.reported is None and not tuner.overdue:
+        # An operator that has just started waits for what the one before it had heard from the same pods.
+        for old in seen.service.stored.get("conditions") or []:
+            known = old["type"] == "Feasible" and old["status"] != "Unknown"
+            if known and old.get("observedGeneration") == seen.service.generation:
+                return {name: old[name] for name in ("type", "status", "reason", "message")}
     status = {True: "True", False: "False", None: "Unknown"}[found.possible]
     return {"type": "Feasible", "status": status, "reason": found.reason, "message": found.message}
 

@@ -12,18 +12,21 @@ from datetime import UTC, datetime
 from busload_operator.control import metrics, report
 from busload_operator.control.apply import wrote
 from busload_operator.control.kinds import Key, Object, controller_of
+from busload_operator.control.learned import Remembered, identity, stored
 from busload_operator.control.logs import about
 from busload_operator.control.record import Recording
 from busload_operator.control.service import Service
 from busload_operator.resources.initial_limits import initial_limits
 from busload_operator.tuning.feasible import Reported
-from busload_operator.tuning.state import State
+from busload_operator.tuning.learned import recall
 from busload_operator.tuning.step import step
-from busload_operator.tuning.types import Bounds, Decision, Inputs, PodSample, Result, Scaling, Verdict
+from busload_operator.tuning.types import Bounds, Decision, Inputs, Mode, PodSample, Result, Scaling, Verdict
 from busload_runtime.contract import LIMITS_KEY, Limits, LimitsError, parse_limits
 
 log = logging.getLogger(__name__)
 _PATIENCE_SECONDS = 30.0
+_RESTARTED = "the operator restarted before the outcome was measured"
+_REPLACED = "the model or the size of its pods was changed before the outcome was measured"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +47,14 @@ class Tuner:
         uid: str,
         in_force: InForce,
         decisions: list[Object],
+        remembered: Remembered,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.key, self.uid = key, uid
         self._clock, self._born = clock, clock()
         self.in_force = in_force
         self.decisions = decisions
+        self.remembered = remembered
         self.written = False
         """Whether the children carry `in_force`. Nothing is decided on top of a change that is not written yet."""
         self.runs: dict[str, int] = {}
@@ -61,15 +66,25 @@ class Tuner:
         self.result: Result | None = None
         self.failure = ""
         """Why the last round of observation broke off (a bug); what was found before it is stale then."""
-        self._state = State.initial(next_id=max((int(entry["id"]) for entry in decisions), default=0) + 1)
+        self._state = recall(remembered.learned, self._next_id)
 
     @classmethod
-    def recover(cls, service: Service, config_map: Object | None, deployment: Object | None) -> "Tuner":
+    def recover(
+        cls,
+        service: Service,
+        config_map: Object | None,
+        deployment: Object | None,
+        learned: Object | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> "Tuner":
         """The tuner of a service that this process has not seen before."""
         status = service.stored
-        config_map, deployment = (child if _is_of(child, service) else None for child in (config_map, deployment))
-        in_force = _in_force(service, config_map, deployment, status.get("tuned") or {})
-        return cls(service.key, service.uid, in_force, [_abandoned(entry) for entry in status.get("decisions") or []])
+        children = (child if _is_of(child, service) else None for child in (config_map, deployment, learned))
+        config_map, deployment, learned = children
+        remembered = Remembered(stored(service, learned), identity(service), clock)
+        in_force = _in_force(service, config_map, deployment, status.get("tuned") or {}, remembered)
+        decisions = [_abandoned(entry, _RESTARTED) for entry in status.get("decisions") or []]
+        return cls(service.key, service.uid, in_force, decisions, remembered, clock)
 
     @property
     def overdue(self) -> bool:
@@ -81,8 +96,15 @@ class Tuner:
 
         The longest sequence is what bounds and memory allow, now and after each edit of the spec. Nothing else moves
         it, so one that was only ever clamped would stay low when the spec allows more again.
+
+        For another model, or pods of another size, nothing that was learned of the earlier ones holds.
         """
-        limits = clamp(self.in_force.limits, service.bounds)
+        limits = self.in_force.limits
+        if self.remembered.identity != identity(service):
+            self._begin_anew(service)
+            if service.mode is Mode.AUTO:
+                limits = replace(limits, kv_cache_percent=_first_kv_cache_percent(service, self.remembered))
+        limits = clamp(limits, service.bounds)
         longest = service.bounds.max_sequence_length.max
         queued_tokens = max(limits.max_queued_tokens, longest)  # one such request must always be able to wait
         limits = replace(limits, max_sequence_length=longest, max_queued_tokens=queued_tokens)
@@ -108,11 +130,23 @@ class Tuner:
         )
         before = self._state
         self._state, self.result = step(before, inputs)
+        limits = self.in_force.limits
+        self.remembered.update(self._state, limits.kv_cache_percent, news=bool(self.result.closed))
         if self.recording is not None and service.is_recorded:
             self.recording.add(before, inputs, self.result, self._state)
         self._tell(self.result)
         replicas = self.result.replicas if service.scaling is Scaling.OBSERVED else self.in_force.replicas
         self._change(self.result.limits, replicas)
+
+    @property
+    def _next_id(self) -> int:
+        return max((int(entry["id"]) for entry in self.decisions), default=0) + 1
+
+    def _begin_anew(self, service: Service) -> None:
+        self.remembered.identity = identity(service)
+        self.decisions = [_abandoned(entry, _REPLACED) for entry in self.decisions]
+        self._state = recall(self.remembered.learned, self._next_id)
+        self.reported = None
 
     def _change(self, limits: Limits, replicas: int) -> None:
         old = self.in_force
@@ -154,7 +188,9 @@ def clamp(limits: Limits, bounds: Bounds) -> Limits:
     )
 
 
-def _in_force(service: Service, config_map: Object | None, deployment: Object | None, tuned: Object) -> InForce:
+def _in_force(
+    service: Service, config_map: Object | None, deployment: Object | None, tuned: Object, remembered: Remembered
+) -> InForce:
     replicas = int(tuned.get("replicas") or service.bounds.replicas.min)
     if deployment is not None:
         replicas = int((deployment.get("spec") or {}).get("replicas", replicas))
@@ -172,7 +208,17 @@ def _in_force(service: Service, config_map: Object | None, deployment: Object | 
             )
     if limits := _limits_of_status(tuned):
         return InForce(limits, known_generation + 1, replicas)
-    return InForce(initial_limits(service.parsed.spec), known_generation + 1, replicas)
+    percent = _first_kv_cache_percent(service, remembered)
+    limits = replace(initial_limits(service.parsed.spec), kv_cache_percent=percent)
+    return InForce(limits, known_generation + 1, replicas)
+
+
+def _first_kv_cache_percent(service: Service, remembered: Remembered) -> int:
+    """The last safe one of this model on pods of this size, else what every service starts with."""
+    learned = remembered.learned.kv_cache_percent
+    if learned is None:
+        return initial_limits(service.parsed.spec).kv_cache_percent
+    return service.bounds.kv_cache_percent.clamp(learned)
 
 
 def _is_of(child: Object | None, service: Service) -> bool:
@@ -194,9 +240,8 @@ def _limits_of_status(tuned: Object) -> Limits | None:
         return None
 
 
-def _abandoned(entry: Object) -> Object:
-    """A decision whose outcome nobody measures any more, because the process that made it has ended."""
+def _abandoned(entry: Object, message: str) -> Object:
+    """A decision whose outcome nobody measures any more."""
     if (entry.get("outcome") or {}).get("verdict") != Verdict.PENDING:
         return entry
-    message = "the operator restarted before the outcome was measured"
     return {**entry, "outcome": {**entry["outcome"], "verdict": Verdict.INCONCLUSIVE.value, "message": message}}
