@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busload_operator.api.v1alpha1 import InferenceService
+from busload_operator.api.v1alpha1 import InferenceService, Spec
 from busload_operator.resources import deployment as deployment_module
 from busload_operator.resources.build import children
 from busload_operator.resources.initial_limits import initial_limits
 from busload_operator.resources.labels import selector, selector_text
 from busload_operator.resources.service import endpoint
 from busload_operator.resources.settings import RuntimeSettings
+from busload_operator.tuning.models import BUNDLED as FACTS
 from busload_runtime.contract import LIMITS_KEY, LimitsDocument, parse_limits
 
 SETTINGS = RuntimeSettings("example.org/busload-runtime:1.0", "Never")
@@ -180,16 +181,26 @@ def test_initial_limits_are_inside_the_bounds_and_valid(lengths, percents, batch
     [
         ("2Gi", {}, 8192),  # the model's context
         ("2Gi", {"maxSequenceLength": {"max": 2048}}, 2048),  # the upper bound
-        # What the KV cache holds: 0.9 * (400 MiB - 92 weights - 19.3 activations - 207 overhead) / 12240 B, in blocks.
-        # The activations are those of the largest batch that the bounds allow.
-        ("400Mi", {}, 6272),
-        ("400Mi", {"batchSize": {"max": 8}}, 7104),
-        ("310Mi", {}, 1024),  # nothing fits; the lower bound, and the condition Feasible says what is missing
+        ("250Mi", {}, 1024),  # nothing fits; the lower bound, and the condition Feasible says what is missing
     ],
 )
-def test_the_initial_sequence_length_fits_the_pod(memory: str, bounds: dict[str, Any], longest: int):
-    resources = {"requests": {"memory": memory}, "limits": {"memory": memory}}
-    assert initial_limits(make(bounds=bounds, resources=resources).spec).max_sequence_length == longest
+def test_the_initial_sequence_length_is_bounded(memory: str, bounds: dict[str, Any], longest: int):
+    assert initial_limits(sized(memory, bounds)).max_sequence_length == longest
+
+
+@pytest.mark.parametrize("batch", [8, 64, 512])
+def test_the_initial_sequence_length_fits_the_pod_at_any_batch_of_the_bounds(batch: int):
+    facts = FACTS["smollm2-135m-instruct"]
+    step = facts.step_memory.of(512, batch, threads=2)
+    left = 400 * 2**20 - facts.weight_bytes - facts.overhead_bytes - step
+    blocks = left * 90 // 100 // (facts.block_tokens * facts.kv_bytes_per_token)
+    fitting = blocks * facts.block_tokens
+    found = initial_limits(sized("400Mi", {"batchSize": {"max": batch}})).max_sequence_length
+    assert found == max(1024, fitting) < 8192
+
+
+def sized(memory: str, bounds: dict[str, Any]) -> Spec:
+    return make(bounds=bounds, resources={"requests": {"memory": memory}, "limits": {"memory": memory}}).spec
 
 
 def test_initial_limits_of_the_smallest_manifest():
