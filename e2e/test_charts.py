@@ -83,6 +83,8 @@ def test_install_yaml_is_current(helm: Helm, tmp_path: Path) -> None:
         ("image.operator.tagg=1", "tagg"),
         ("image.pullPolicy=Sometimes", "pullPolicy"),
         ("logLevel=LOUD", "logLevel"),
+        ("recording.maxMib=0", "recording/maxMib"),
+        ("memoryBandwidth=fast", "memoryBandwidth"),
         ("image.runtime.tag=", "image.*.tag is empty"),
         ("watchNamespaces={UPPER}", "watchNamespaces"),
     ],
@@ -121,6 +123,19 @@ def test_options(helm: Helm) -> None:
     template = deployment["spec"]["template"]
     assert template["spec"]["containers"][0]["image"] == f"localhost/busload-operator@{digest}"
     assert template["metadata"]["labels"]["team"] == "x"
+
+
+def test_recordings_and_bandwidth(helm: Helm) -> None:
+    values = "recording.enabled=true,recording.maxMib=8,memoryBandwidth=20"
+    found = helm.manifests("busload", "--set", values)
+    (deployment,) = [obj for obj in found if obj["kind"] == "Deployment"]
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    environment = {v["name"]: v.get("value") for v in container["env"]}
+    assert environment["BUSLOAD_MEMORY_BANDWIDTH"] == "20"
+    assert environment["BUSLOAD_RECORD_MAX_MIB"] == "8"
+    assert environment["BUSLOAD_RECORD_DIRECTORY"] in [mount["mountPath"] for mount in container["volumeMounts"]]
+    assert {"name": "recordings", "emptyDir": {"sizeLimit": "1Gi"}} in pod["volumes"]
 
 
 def test_keep_is_an_annotation_of_the_definition(helm: Helm) -> None:
