@@ -143,3 +143,25 @@ async def test_pods_of_a_claim_tell_what_their_model_needs(api: FakeApi, running
         count = len(api.writes())
         await asyncio.sleep(1)
         assert len(api.writes()) == count, "what pods report again is no news"
+    # Another process has heard nothing yet: what the one before it told stands until the pods have answered.
+    async with running(port=page):
+        await asyncio.sleep(1.5)
+        await quiet(api)
+        assert condition(api, "Feasible")["reason"] == "ObjectiveBelowBandwidthFloor"
+    assert len([e for e in events_of(api) if e["reason"] == "ObjectiveBelowBandwidthFloor"]) == 1
+    reasons = [call.path for call in api.writes()[count:] if call.path.endswith("/status")]
+    assert not reasons, "a restart on a settled service writes nothing"
+
+
+async def test_an_operator_that_starts_does_not_take_back_what_another_has_told(api: FakeApi, running: Running) -> None:
+    told = {"type": "Feasible", "status": "True", "reason": "PlanFits", "message": "m", "observedGeneration": 1}
+    live = {**service(), "status": {"conditions": [{**told, "lastTransitionTime": "2026-01-01T00:00:00Z"}]}}
+    async with running():
+        await api.put("inferenceservices", live)
+        await until(lambda: condition(api, "Ready"))
+        assert condition(api, "Feasible")["reason"] == "PlanFits"
+        changed = api.get("inferenceservices", "demo", "chat")
+        assert changed
+        spec = service(objectives={"interTokenLatency": "70ms"})["spec"]
+        await api.put("inferenceservices", {**changed, "spec": spec})
+        await until(lambda: condition(api, "Feasible")["reason"] == "BandwidthUnknown")
