@@ -9,6 +9,7 @@ from busload_kernels.cpu.errors import KernelError
 
 W4, W8 = 0, 1
 SILU, GELU_TANH = 0, 1
+KV_INT8, KV_FP32 = 0, 1
 BLOCK_TOKENS = 32
 GROUP = 32
 UNIT_ROWS = 32
@@ -41,7 +42,7 @@ class Model(Structure):
 
     _fields_ = (
         *((name, c_int32) for name in ("num_layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab")),
-        *((name, c_int32) for name in ("num_ropes", "activation", "reserved")),
+        *((name, c_int32) for name in ("num_ropes", "activation", "kv_format")),
         *((name, c_float) for name in ("norm_eps", "attention_scale", "embedding_scale", "reserved2")),
         ("rope_frequencies", c_void_p),
         ("layers", POINTER(Layer)),

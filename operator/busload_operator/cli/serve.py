@@ -24,6 +24,14 @@ def command(
     executor: Annotated[
         str, typer.Option(help="What computes: cpu (C++, compiled on first use), or reference (numpy, slow, exact).")
     ] = "cpu",
+    kv_precision: Annotated[
+        str | None,
+        typer.Option(
+            metavar="int8|fp32",
+            help="Numbers of the KV cache. fp32 takes almost four times the memory of int8, and nothing is rounded.",
+            show_default="int8 with cpu, fp32 with reference",
+        ),
+    ] = None,
     memory: Annotated[
         int | None,
         typer.Option(
@@ -100,6 +108,7 @@ def command(
         host=host,
         port=port,
         executor=executor,
+        kv_precision=kv_precision,
         memory=memory,
         limits_file=limits_file,
         pod_name=pod_name,

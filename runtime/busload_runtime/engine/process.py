@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from busload_runtime.contract import Limits, LimitsError, parse_limits
@@ -44,8 +45,10 @@ LoadExecutor = Callable[[str, str], Executor]
 """(executor name, model source) -> executor. Raises `ModelError` or `ExecutorError`."""
 
 
-def main(arguments: Sequence[str] | None = None, load: LoadExecutor = create_executor) -> int:
+def main(arguments: Sequence[str] | None = None, load: LoadExecutor | None = None) -> int:
     options = _parse(arguments)
+    if load is None:
+        load = partial(create_executor, kv_precision=options.kv_precision)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     try:
@@ -189,6 +192,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--socket", type=Path, required=True, help="Unix socket of the HTTP process")
     parser.add_argument("--model", required=True, help="bundled:NAME or FILE.gguf")
     parser.add_argument("--executor", default="reference", help="who computes the steps (default: %(default)s)")
+    parser.add_argument("--kv-precision", help="of the KV cache (default: the executor's)")
     parser.add_argument(
         "--memory", type=int, metavar="BYTES", help="memory budget of both processes (default: cgroup limit, else free)"
     )

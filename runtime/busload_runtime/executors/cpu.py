@@ -21,6 +21,7 @@ from busload_runtime.model.weights import WeightFile
 
 _SAMPLING = "dddQQqQ"  # native.Sampling
 _GREEDY = (0.0, 1.0, 0.0, 0, 0, 0, 0)
+_KV_FORMATS = {"int8": native.KV_INT8, "fp32": native.KV_FP32}
 _BANDWIDTH_BYTES = 2**26
 _BANDWIDTH_SECONDS = 0.1
 
@@ -31,10 +32,14 @@ class CpuExecutor:
     A token's result does not depend on what else is in its step, nor on how its prompt was cut: equal bits.
     """
 
-    def __init__(self, weights: WeightFile, threads: int | None = None, isa: str | None = None) -> None:
+    def __init__(
+        self, weights: WeightFile, threads: int | None = None, isa: str | None = None, kv_precision: str = "int8"
+    ) -> None:
         """`threads` and `isa` default to `BUSLOAD_THREADS` or the CPUs given, `BUSLOAD_CPU_ISA` or the best there is.
 
-        Raises `ExecutorError` for a model that the engine cannot compute and for an instruction set that is not here.
+        `kv_precision` is that of the KV cache: "int8", with one scale per token and head, or "fp32", which takes almost
+        four times the memory and does not round. Raises `ExecutorError` for a model that the engine cannot compute, a
+        precision it does not know and an instruction set that is not here.
         """
         self.threads = threads or usable_threads()
         wanted = isa if isa is not None else os.environ.get("BUSLOAD_CPU_ISA", "")
@@ -46,7 +51,12 @@ class CpuExecutor:
             raise ExecutorError(
                 f"BUSLOAD_CPU_ISA is {wanted!r:.80}; this CPU runs {', '.join(native.usable_isas())}; choose one"
             )
+        if kv_precision not in _KV_FORMATS:
+            raise ExecutorError(
+                f"--kv-precision is {kv_precision!r:.80}; the cpu executor has {', '.join(_KV_FORMATS)}; choose one"
+            )
         self._model = PackedModel(weights, self.threads)
+        self._model.struct.kv_format = _KV_FORMATS[kv_precision]
         self._engine = self._library.bl_create(ctypes.byref(self._model.struct), self.threads, wanted.encode())
         if not self._engine:
             raise ExecutorError(f"cannot start {self.threads} threads; lower BUSLOAD_THREADS")

@@ -6,9 +6,17 @@ from busload_runtime.executors.errors import ExecutorError
 NAMES = ("reference", "cpu")
 
 
-def create_executor(name: str, source: str) -> Executor:
-    """The executor `name` with the model `source` loaded. Raises `ExecutorError` or `ModelError`."""
+def create_executor(name: str, source: str, kv_precision: str | None = None) -> Executor:
+    """The executor `name` with the model `source` loaded, and a KV cache of `kv_precision` (its own default if None).
+
+    Raises `ExecutorError` or `ModelError`.
+    """
     if name == "reference":
+        if kv_precision not in (None, "fp32"):
+            raise ExecutorError(
+                f"--kv-precision is {kv_precision!r:.80}; the reference executor has fp32 only; drop the flag, or "
+                "choose --executor cpu"
+            )
         from busload_runtime.executors.reference import ReferenceExecutor
         from busload_runtime.model.load import load_weights
 
@@ -17,5 +25,5 @@ def create_executor(name: str, source: str) -> Executor:
         from busload_runtime.executors.cpu import CpuExecutor
         from busload_runtime.model.load import load_weights
 
-        return CpuExecutor(load_weights(source))
+        return CpuExecutor(load_weights(source), kv_precision="int8" if kv_precision is None else kv_precision)
     raise ExecutorError(f"executor {name!r:.80} is unknown; allowed: {', '.join(NAMES)}")

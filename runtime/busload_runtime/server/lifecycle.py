@@ -214,6 +214,8 @@ class _Serve:
         command = [sys.executable, "-P", "-m", "busload_runtime.engine.process", "--socket", socket_path]
         command += ["--model", options.model, "--executor", options.executor]
         command += ["--limits", json.dumps(self._limits.to_json())]
+        if options.kv_precision is not None:
+            command += ["--kv-precision", options.kv_precision]
         if options.memory is not None:
             command += ["--memory", str(options.memory)]
         self._engine = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)

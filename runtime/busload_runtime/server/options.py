@@ -19,6 +19,7 @@ class ServeOptions:
     host: str
     port: int
     executor: str
+    kv_precision: str | None
     memory: int | None
     limits_file: Path | None
     pod_name: str

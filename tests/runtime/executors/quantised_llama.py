@@ -15,8 +15,8 @@ _GROUP = 32
 _SPAN = 128
 
 
-def logits(weights: WeightFile, tokens: Sequence[int]) -> Array:
-    """[len(tokens), vocab] of a prompt."""
+def logits(weights: WeightFile, tokens: Sequence[int], kv_precision: str = "int8") -> Array:
+    """[len(tokens), vocab] of a prompt. With an fp32 cache attention rounds nothing."""
     config = weights.config
     n, dim, kv_heads = len(tokens), config.head_dim, config.num_kv_heads
     angles = np.arange(n)[:, None, None] * weights.rope_frequencies()[0].astype(np.float64)
@@ -25,10 +25,13 @@ def logits(weights: WeightFile, tokens: Sequence[int]) -> Array:
         layer = weights.layer(index)
         normed = _rounded(_norm(x, layer.vectors.attention_norm, config.norm_eps), _GROUP, 127)
         heads = (normed @ _stored(layer.qkv).T).reshape(n, -1, dim)
-        queries = _rounded(_rotate(heads[:, : config.num_heads], angles), dim, 127)
-        keys = _rounded(_rotate(heads[:, config.num_heads : -kv_heads], angles), dim, 127)
-        values, scales = _quantise(heads[:, -kv_heads:], dim, 127)
-        attended = _attend(queries, keys, values, scales[..., 0])
+        queries = _rotate(heads[:, : config.num_heads], angles)
+        keys, values = _rotate(heads[:, config.num_heads : -kv_heads], angles), heads[:, -kv_heads:]
+        if kv_precision == "int8":
+            whole, scales = _quantise(values, dim, 127)
+            attended = _attend(_rounded(queries, dim, 127), _rounded(keys, dim, 127), whole, scales[..., 0])
+        else:
+            attended = _attend(queries, keys, values, None)
         x = x + _rounded(attended.reshape(n, -1), _GROUP, 127) @ _stored(layer.attention_output).T
         normed = _rounded(_norm(x, layer.vectors.ffn_norm, config.norm_eps), _GROUP, 127)
         gate, up = np.split(normed @ _stored(layer.gate_up).T, 2, axis=-1)
@@ -38,9 +41,9 @@ def logits(weights: WeightFile, tokens: Sequence[int]) -> Array:
     return last @ _stored(head).T
 
 
-def _attend(queries: Array, keys: Array, values: Array, scales: Array) -> Array:
-    """Causal. In each span of 128 tokens softmax weights times value scales are rounded to 255 steps of their largest
-    possible product."""
+def _attend(queries: Array, keys: Array, values: Array, scales: Array | None) -> Array:
+    """Causal. Unless `scales` is None, softmax weights times value scales are rounded in each span of 128 tokens, to
+    255 steps of their largest possible product."""
     n, heads, dim = queries.shape
     result = np.empty_like(queries)
     for head in range(heads):
@@ -49,6 +52,9 @@ def _attend(queries: Array, keys: Array, values: Array, scales: Array) -> Array:
         scores[np.triu_indices(n, 1)] = -np.inf
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
         weights /= weights.sum(axis=1, keepdims=True)
+        if scales is None:
+            result[:, head] = weights @ values[:, kv]
+            continue
         visible = np.tril(np.broadcast_to(scales[:, kv], (n, n)))
         for first in range(0, n, _SPAN):
             tile = slice(first, first + _SPAN)

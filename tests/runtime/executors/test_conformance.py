@@ -34,6 +34,7 @@ EXECUTORS: dict[str, Callable[[str], AnyExecutor]] = {
         f"cpu-{isa}": lambda path, isa=isa: CpuExecutor(load_weights(path), threads=2, isa=isa)
         for isa in library.usable_isas()
     },
+    "cpu-fp32-cache": lambda path: CpuExecutor(load_weights(path), threads=2, kv_precision="fp32"),
 }
 # Largest difference between a logit computed alone and in any batch, relative to the largest logit. The reference
 # multiplies prompt pieces in one product of any shape, which BLAS sums in any order.

@@ -9,6 +9,7 @@ extern "C" {
 #endif
 
 enum { BL_W4 = 0, BL_W8 = 1 };              // packed weight formats, see layout.h
+enum { BL_KV_INT8 = 0, BL_KV_FP32 = 1 };     // of the KV cache
 enum { BL_SILU = 0, BL_GELU_TANH = 1 };     // activation of the gate
 
 typedef struct {
@@ -37,7 +38,7 @@ typedef struct {
 } BlLayer;
 
 typedef struct {
-  int32_t num_layers, hidden, ffn, heads, kv_heads, head_dim, vocab, num_ropes, activation, reserved;
+  int32_t num_layers, hidden, ffn, heads, kv_heads, head_dim, vocab, num_ropes, activation, kv_format;
   float norm_eps, attention_scale, embedding_scale, reserved2;
   const float* rope_frequencies;  // [num_ropes][head_dim / 2] radians per position
   const BlLayer* layers;

@@ -82,6 +82,7 @@ Buffers lay_out(Arena& arena, const BlModel& m, int threads, int64_t tokens, int
   b.queries.q = arena.take<int8_t>(tokens * attended);
   b.queries.scale = arena.take<float>(tokens * m.heads);
   b.queries.sum = arena.take<int32_t>(tokens * m.heads);
+  b.queries.rotated = b.qkv, b.queries.width = m.layers[0].qkv.rows;
   b.partials = arena.take<float>((int64_t)kPartials * attend_sums(m.head_dim, m.heads / m.kv_heads));
   b.partials_done = arena.take<int32_t>(kPartials);
   b.logits = arena.take<float>(samples * m.output.rows);
@@ -112,7 +113,7 @@ struct BlEngine {
   BlEngine(const BlModel& m, int threads, const Kernels* k) : model(m), kernels(k), team(threads), profile(threads) {
     layers.assign(m.layers, m.layers + m.num_layers);
     model.layers = layers.data();
-    layer_bytes = m.kv_heads * kv_tile_bytes(m.head_dim);
+    layer_bytes = m.kv_heads * kv_tile_bytes(m);
     block_bytes = bl_kv_block_bytes(&m);
   }
   ~BlEngine() {
@@ -300,7 +301,7 @@ struct Pass {
   void fetch_tile(uint8_t* kv, int r) const {
     const uint8_t* tile = tile_of(kv, r);
     if (r > 0 && tile == tile_of(kv, r - 1)) return;
-    for (int64_t i = 0; i < m.kv_heads * kv_tile_bytes(m.head_dim); i += 64) __builtin_prefetch(tile + i, 1, 2);
+    for (int64_t i = 0; i < m.kv_heads * kv_tile_bytes(m); i += 64) __builtin_prefetch(tile + i, 1, 2);
   }
 
   void attend(int id, const BlLayer& layer, int index, const std::vector<Block>& blocks) {
@@ -338,7 +339,7 @@ struct Pass {
     const int first = std::max(oldest, job.segment * kSegmentBlocks);
     const int last = (job.position + job.count - 1) / kBlockTokens;
     for (int i = 0; i < kSpanBlocks && first + i <= last; i++)
-      tiles[i] = job.kv + job.blocks[first + i] * job.block_bytes + job.kv_head * kv_tile_bytes(job.model->head_dim);
+      tiles[i] = job.kv + job.blocks[first + i] * job.block_bytes + job.kv_head * kv_tile_bytes(*job.model);
   }
 
   void feed_forward(int id, const Stream& stream, const BlLayer& layer) {
@@ -412,7 +413,7 @@ int32_t bl_profile(BlEngine* engine, double* seconds) {
 
 const char* bl_phase_name(int32_t phase) { return kPhaseNames[phase]; }
 
-int64_t bl_kv_block_bytes(const BlModel* m) { return m->num_layers * m->kv_heads * kv_tile_bytes(m->head_dim); }
+int64_t bl_kv_block_bytes(const BlModel* m) { return m->num_layers * m->kv_heads * kv_tile_bytes(*m); }
 
 int32_t bl_kv_reserve(BlEngine* engine, int64_t max_blocks) {
   bl_unmap(engine->kv, engine->kv_bytes);

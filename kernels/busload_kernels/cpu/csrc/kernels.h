@@ -50,7 +50,7 @@ struct Kernels {
   void (*norm_add)(float* x, const float* y, const float* weight, float eps, int cols);
   // activation(gate) * up of one 32-column group, quantised: gate_up is [rows][64].
   void (*gate)(const float* gate_up, int rows, int activation, const Activations& out, int group);
-  // One row of QKV: bias, query and key norm, rotation; queries quantised, key and value quantised into the cache.
+  // One row of QKV: bias, query and key norm, rotation in place; queries quantised for an int8 cache, key and value stored.
   // `tile` is the KV tile of kv head 0, the next head's follows it.
   void (*rotate_store)(const BlModel&, const BlLayer&, float* qkv, RopeRow, const Queries&, int row, uint8_t* tile,
                        int slot);

@@ -40,17 +40,23 @@ struct Activations {
   int64_t stride;  // at least the number of rows
 };
 
-// KV cache: [block][layer][kv head] of this, for 32 tokens. Keys are lines of 16 tokens x 4 dims (byte = key + 128):
+// KV cache: [block][layer][kv head] of a tile for 32 tokens. An int8 tile: keys are lines of 16 tokens x 4 dims (byte = key + 128):
 // [2][head_dim / 4][16][4]; values are lines of 16 dims x 4 tokens (signed): [8][head_dim / 16][16][4]. So QK and PV
-// run like a linear layer. Then fp32 key scale[32], value scale[32].
+// run like a linear layer. Then fp32 key scale[32], value scale[32]. An fp32 tile: keys [2][head_dim][16], values
+// [32][head_dim].
 constexpr int kBlockTokens = BL_BLOCK_TOKENS;
-inline int64_t kv_tile_bytes(int head_dim) { return 2 * kBlockTokens * (int64_t)head_dim + 2 * kBlockTokens * 4; }
+inline int64_t kv_tile_bytes(const BlModel& m) {
+  const int64_t values = 2 * kBlockTokens * (int64_t)m.head_dim;
+  return m.kv_format == BL_KV_FP32 ? 4 * values : values + 2 * kBlockTokens * 4;
+}
 
-// Rotated queries: value = scale * q, |q| <= 127.
+// Rotated queries. For an int8 cache value = scale * q, |q| <= 127.
 struct Queries {
   int8_t* q;     // [rows][heads][head_dim]
   float* scale;  // [rows][heads], attention scale and log2(e) included
   int32_t* sum;  // [rows][heads] sum of q, for the bias of the keys
+  const float* rotated;  // for an fp32 cache: [rows][width], of which [heads][head_dim] are queries
+  int width;
 };
 
 }  // namespace busload

@@ -116,32 +116,46 @@ inline Quantised quantise_vector(const float* x, int n, int8_t* q) {
   return {peak * (1.f / 127), sum_int(total)};
 }
 
+inline void store_int8(const float* key, const float* value, int dim, uint8_t* tile, int slot) {
+  int8_t q[kMaxHeadDim];
+  uint8_t* keys = tile + (slot / 16) * 16 * dim + (slot % 16) * 4;
+  uint8_t* values = tile + kBlockTokens * dim + (slot / 4) * 4 * dim + slot % 4;
+  float* scales = (float*)(tile + 2 * kBlockTokens * dim);
+  scales[slot] = quantise_vector(key, dim, q).scale;
+  for (int i = 0; i < dim; i += 4) {
+    uint32_t word = (uint32_t)load_word(q + i) ^ 0x80808080u;
+    __builtin_memcpy(keys + 16 * i, &word, 4);
+  }
+  scales[kBlockTokens + slot] = quantise_vector(value, dim, q).scale;
+  for (int i = 0; i < dim; i++) values[4 * i] = (uint8_t)q[i];
+}
+
+inline void store_fp32(const float* key, const float* value, int dim, uint8_t* tile, int slot) {
+  float* keys = (float*)tile + (slot / 16) * 16 * dim + slot % 16;
+  float* values = (float*)tile + (kBlockTokens + slot) * dim;
+  for (int i = 0; i < dim; i++) keys[16 * i] = key[i];
+  for (int i = 0; i < dim; i += 16) store(values + i, load(value + i));
+}
+
 void rotate_store(const BlModel& m, const BlLayer& layer, float* qkv, RopeRow rope, const Queries& queries, int row,
                   uint8_t* tile, int slot) {
   const int dim = m.head_dim;
+  const bool int8 = m.kv_format == BL_KV_INT8;
   if (layer.qkv_bias)
     for (int i = 0; i < (m.heads + 2 * m.kv_heads) * dim; i += 16)
       store(qkv + i, add(load(qkv + i), load(layer.qkv_bias + i)));
   for (int h = 0; h < m.heads; h++, qkv += dim) {
     rotate(qkv, layer.query_norm, m.norm_eps, dim, rope);
+    if (!int8) continue;
     const int64_t index = (int64_t)row * m.heads + h;
     const Quantised query = quantise_vector(qkv, dim, queries.q + index * dim);
     queries.scale[index] = query.scale * m.attention_scale * kLog2E;
     queries.sum[index] = query.sum;
   }
-  for (int h = 0; h < m.kv_heads; h++, qkv += dim, tile += kv_tile_bytes(dim)) {
-    int8_t q[kMaxHeadDim];
-    uint8_t* keys = tile + (slot / 16) * 16 * dim + (slot % 16) * 4;
-    uint8_t* values = tile + kBlockTokens * dim + (slot / 4) * 4 * dim + slot % 4;
-    float* scales = (float*)(tile + 2 * kBlockTokens * dim);
+  for (int h = 0; h < m.kv_heads; h++, qkv += dim, tile += kv_tile_bytes(m)) {
+    const float* value = qkv + m.kv_heads * dim;
     rotate(qkv, layer.key_norm, m.norm_eps, dim, rope);
-    scales[slot] = quantise_vector(qkv, dim, q).scale;
-    for (int i = 0; i < dim; i += 4) {
-      uint32_t word = (uint32_t)load_word(q + i) ^ 0x80808080u;
-      __builtin_memcpy(keys + 16 * i, &word, 4);
-    }
-    scales[kBlockTokens + slot] = quantise_vector(qkv + m.kv_heads * dim, dim, q).scale;
-    for (int i = 0; i < dim; i++) values[4 * i] = (uint8_t)q[i];
+    int8 ? store_int8(qkv, value, dim, tile, slot) : store_fp32(qkv, value, dim, tile, slot);
   }
 }
 
