@@ -5,14 +5,17 @@ either. Everything else of the runtime is private to it.
 """
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 # The limits document is one JSON file (key of a mounted ConfigMap):
 #   {"generation": 3,
 #    "default": {"maxSequenceLength": 2048, "batchSize": 8, "kvCachePercent": 90, "tokenBudget": 512,
 #                "maxQueuedRequests": 256, "maxQueuedTokens": 262144},
-#    "trial": {"pod": "chat-7c9f-abcde", "limits": {...the same six...}}}          # only while a change is on trial
+#    "trial": {"pod": "chat-7c9f-abcde", "limits": {...the same six...}},          # only while a change is on trial
+#    "objectives": {"timeToFirstTokenMs": 2000, "interTokenLatencyMs": 100},       # both optional, as is the whole
+#    "stepLaw": {"a": 0.0076, "b": 0.00017, "c": 0, "d": 0.000048}}                # seconds; absent: nothing is known
+# The generation counts changes of limits. Objectives and step law may change under one generation.
 LIMITS_KEY = "limits.json"
 LIMITS_GENERATION_ANNOTATION = "busload.dev/limits-generation"
 
@@ -53,6 +56,42 @@ _RANGES: dict[str, tuple[int, int]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class StepLaw:
+    """Time of a step in seconds: `a + b*decoding requests + c*KV tokens read + d*prompt tokens computed`."""
+
+    a: float
+    b: float
+    c: float
+    d: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What the scheduler aims at, and what it predicts steps by. None: unknown, and nothing depends on it."""
+
+    time_to_first_token: float | None = None
+    """Objective, in seconds."""
+    inter_token_latency: float | None = None
+    """Objective for the mean gap between the tokens of a request, in seconds."""
+    law: StepLaw | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields `objectives` and `stepLaw` of a limits document, as far as they are known."""
+        objectives = {
+            name: _milliseconds(value)
+            for name, value in zip(_OBJECTIVES, (self.time_to_first_token, self.inter_token_latency), strict=True)
+            if value is not None
+        }
+        body: dict[str, Any] = {"objectives": objectives} if objectives else {}
+        return body if self.law is None else {**body, "stepLaw": asdict(self.law)}
+
+
+_OBJECTIVES = ("timeToFirstTokenMs", "interTokenLatencyMs")
+_OBJECTIVE_RANGE = (0.001, 3_600_000.0)  # milliseconds
+_LAW_RANGE = (0.0, 3600.0)  # seconds
+
+
+@dataclass(frozen=True, slots=True)
 class LimitsDocument:
     """A parsed limits document."""
 
@@ -60,6 +99,7 @@ class LimitsDocument:
     default: Limits
     trial_pod: str | None = None
     trial: Limits | None = None
+    pace: Pace = Pace()
 
     def for_pod(self, pod: str) -> Limits:
         """The limits that apply to the pod of this name."""
@@ -70,6 +110,7 @@ class LimitsDocument:
         body: dict[str, Any] = {"generation": self.generation, "default": self.default.to_json()}
         if self.trial is not None:
             body["trial"] = {"pod": self.trial_pod, "limits": self.trial.to_json()}
+        body |= self.pace.to_json()
         return json.dumps(body, sort_keys=True)
 
 
@@ -83,19 +124,44 @@ def parse_limits(text: str) -> LimitsDocument:
         raise LimitsError("limits document is nested too deeply") from None
     if not isinstance(body, dict):
         raise LimitsError(f"limits document must be an object, got {type(body).__name__}")
-    _known(body, {"generation", "default", "trial"}, "limits document")
+    _known(body, {"generation", "default", "trial", "objectives", "stepLaw"}, "limits document")
     generation = _integer(body.get("generation"), "generation", 0, 2**53)
     default = _limits(body.get("default"), "default")
+    pace = parse_pace({name: body[name] for name in ("objectives", "stepLaw") if name in body})
     trial = body.get("trial")
     if trial is None:
-        return LimitsDocument(generation, default)
+        return LimitsDocument(generation, default, pace=pace)
     if not isinstance(trial, dict):
         raise LimitsError(f"trial must be an object with pod and limits, got {trial!r:.80}")
     _known(trial, {"pod", "limits"}, "trial")
     pod = trial.get("pod")
     if not isinstance(pod, str) or not pod:
         raise LimitsError(f"trial.pod must be the name of a pod, got {pod!r:.80}")
-    return LimitsDocument(generation, default, pod, _limits(trial.get("limits"), "trial.limits"))
+    return LimitsDocument(generation, default, pod, _limits(trial.get("limits"), "trial.limits"), pace)
+
+
+def parse_pace(body: Any) -> Pace:
+    """The inverse of `Pace.to_json`. Raises `LimitsError`."""
+    if not isinstance(body, dict):
+        raise LimitsError(f"objectives and stepLaw must come in an object, got {body!r:.80}")
+    _known(body, {"objectives", "stepLaw"}, "objectives and stepLaw")
+    objectives, law = body.get("objectives"), body.get("stepLaw")
+    seconds: list[float | None] = [None, None]
+    if objectives is not None:
+        if not isinstance(objectives, dict):
+            raise LimitsError(f"objectives must be an object with {' and '.join(_OBJECTIVES)}, got {objectives!r:.80}")
+        _known(objectives, set(_OBJECTIVES), "objectives")
+        seconds = [
+            _number(objectives[name], f"objectives.{name}", *_OBJECTIVE_RANGE) / 1000 if name in objectives else None
+            for name in _OBJECTIVES
+        ]
+    if law is None:
+        return Pace(*seconds)
+    names = [field.name for field in fields(StepLaw)]
+    if not isinstance(law, dict):
+        raise LimitsError(f"stepLaw must be an object with {', '.join(names)}, got {law!r:.80}")
+    _known(law, set(names), "stepLaw")
+    return Pace(*seconds, StepLaw(**{name: _number(law.get(name), f"stepLaw.{name}", *_LAW_RANGE) for name in names}))
 
 
 def _limits(body: Any, where: str) -> Limits:
@@ -116,6 +182,17 @@ def _integer(value: Any, where: str, low: int, high: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise LimitsError(f"{where} must be an integer from {low} to {high}, got {value!r:.80}")
     return value
+
+
+def _number(value: Any, where: str, low: float, high: float) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:  # NaN neither
+        raise LimitsError(f"{where} must be a number from {low:g} to {high:g}, got {value!r:.80}")
+    return float(value)
+
+
+def _milliseconds(seconds: float) -> float | int:
+    value = round(1000 * seconds, 3)
+    return int(value) if value.is_integer() else value
 
 
 def _known(body: dict[str, Any], allowed: set[str], where: str) -> None:
@@ -143,6 +220,8 @@ _SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 1
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 REFUSAL_REASONS = ("invalid", "too_long", "queue_full", "draining")
 FINISH_REASONS = ("stop", "length", "abort", "error")
+OBJECTIVES = ("time_to_first_token", "inter_token_latency")
+COEFFICIENTS = tuple(field.name for field in fields(StepLaw))
 
 # The first five are what gateways read, in vLLM's spelling. All are present, as 0, from the first scrape.
 METRICS: tuple[Metric, ...] = (
@@ -204,10 +283,33 @@ METRICS: tuple[Metric, ...] = (
     Metric("busload_limit_token_budget", "gauge", "Applied tokenBudget."),
     Metric("busload_limit_queued_requests", "gauge", "Applied maxQueuedRequests."),
     Metric("busload_limit_queued_tokens", "gauge", "Applied maxQueuedTokens."),
+    Metric("busload_objective_seconds", "gauge", "Applied objective; 0: none is known.", ("objective",)),
+    Metric(
+        "busload_step_law_seconds",
+        "gauge",
+        "Applied step law: seconds per step (a), decoding request (b), KV token (c), prompt token (d); "
+        "all 0: none is known.",
+        ("coefficient",),
+    ),
     # What clients feel. TTFT starts at arrival, before tokenising.
     Metric("busload_time_to_first_token_seconds", "histogram", "Arrival to first token.", (), _SECONDS),
     Metric("busload_inter_token_latency_seconds", "histogram", "Time between two tokens of a request.", (), _SECONDS),
     Metric("busload_queue_wait_seconds", "histogram", "Arrival to first time in the batch.", (), _SECONDS),
     Metric("busload_prompt_length_tokens", "histogram", "Prompt lengths of admitted requests.", (), _TOKENS),
     Metric("busload_output_length_tokens", "histogram", "Output lengths of finished requests.", (), _TOKENS),
+    # Of the requests of that histogram, whose sum is their output tokens D; P is their prompt tokens.
+    Metric("busload_finished_prompt_tokens_total", "counter", "Prompt tokens of finished requests."),
+    Metric(
+        "busload_finished_kv_token_steps_total",
+        "counter",
+        "Sum of D*(P+D/2) over finished requests of P prompt and D output tokens: KV tokens that their decodes read.",
+    ),
+    # Each request counts once for each objective that it could be judged by, and only while one is known.
+    Metric("busload_objective_requests_total", "counter", "Requests judged by an objective.", ("objective",)),
+    Metric(
+        "busload_objective_misses_total",
+        "counter",
+        "Requests that missed an objective: first token too late, or mean time between tokens too long.",
+        ("objective",),
+    ),
 )

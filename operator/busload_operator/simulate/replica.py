@@ -231,7 +231,7 @@ class Replica:
             self._queue(job, now)
         self._inbox.clear()
         scheduler = self._scheduler
-        if (steps := scheduler.decode_steps(_MOST_STEPS)) > 0:
+        if (steps := scheduler.decode_steps(_MOST_STEPS, now)) > 0:
             self._ends = self._decode_ends(steps, now)
         elif scheduler.has_work:
             self._plan = plan = scheduler.plan(now)
@@ -252,10 +252,13 @@ class Replica:
         self._shown = self._scheduler.levels(), self._scheduler.counters.preemptions
 
     def _decode_ends(self, steps: int, now: float) -> list[float]:
-        levels = self._scheduler.levels()
-        batch, ends = levels.running, []
+        levels, until = self._scheduler.levels(), self._scheduler.decodes_until()
+        batch = levels.running
+        ends: list[float] = []
         kv = levels.kv_tokens + batch  # attention also reads the token that the step itself writes
         for step in range(steps):
+            if ends and now > until:
+                break
             now += self._seconds(batch, kv, 0, step, now)
             kv += batch
             ends.append(now)

@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable
 
-from busload_runtime.contract import Limits
+from busload_runtime.contract import Limits, Pace
 from busload_runtime.engine.memory import MemoryPlan
 from busload_runtime.engine.messages import Stats, Submit, TokenOut
 from busload_runtime.engine.plan import Chunk, Plan, SamplingParams, Shaping
@@ -21,7 +21,12 @@ class Engine:
     """
 
     def __init__(
-        self, executor: Executor, memory: MemoryPlan, limits: Limits, clock: Callable[[], float] = time.monotonic
+        self,
+        executor: Executor,
+        memory: MemoryPlan,
+        limits: Limits,
+        clock: Callable[[], float] = time.monotonic,
+        pace: Pace = Pace(),
     ) -> None:
         self._executor = executor
         self._memory = memory
@@ -29,7 +34,7 @@ class Engine:
         num_blocks = memory.num_blocks(limits)
         executor.reserve(memory.max_blocks)
         executor.resize(num_blocks)
-        self._scheduler = Scheduler(limits, executor.block_size, num_blocks)
+        self._scheduler = Scheduler(limits, executor.block_size, num_blocks, pace)
         self._statistics = Statistics(clock())
         # Prefix hits depend on nothing a client can know: digests of this process start from its own secret.
         self._salt = os.urandom(32)
@@ -73,14 +78,15 @@ class Engine:
         self._advance()
         self._scheduler.abort(request_id)
 
-    def apply(self, limits: Limits) -> list[TokenOut]:
-        """Puts limits in force; returns the ends of requests that fit the pool no more.
+    def apply(self, limits: Limits, pace: Pace = Pace()) -> list[TokenOut]:
+        """Puts limits, objectives and step law in force; returns the ends of requests that fit the pool no more.
 
         Raises `LimitsImpossible` and changes nothing when they cannot be run.
         """
         num_blocks = self._memory.num_blocks(limits)
         self._advance()
         self._scheduler.set_limits(limits)
+        self._scheduler.set_pace(pace)
         if num_blocks == self._scheduler.levels().kv_blocks:
             return []
         ended = self._scheduler.resize(num_blocks)

@@ -51,6 +51,10 @@ class ApplyLimits(msgspec.Struct, tag=True, frozen=True):
     token_budget: int
     max_queued_requests: int
     max_queued_tokens: int
+    time_to_first_token: float | None = None
+    """Objectives in seconds and the coefficients a, b, c, d of the step law; None: not known."""
+    inter_token_latency: float | None = None
+    step_law: tuple[float, float, float, float] | None = None
 
 
 ToEngine = Submit | Abort | ApplyLimits

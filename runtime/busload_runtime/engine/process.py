@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from busload_runtime.contract import Limits, LimitsError, parse_limits
+from busload_runtime.contract import Limits, LimitsError, Pace, StepLaw, parse_limits, parse_pace
 from busload_runtime.engine.link import Link, LinkClosed
 from busload_runtime.engine.loop import Engine
 from busload_runtime.engine.memory import LimitsImpossible, MemoryPlan, find_budget, measure_overhead, private_bytes
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None, load: LoadExecutor | None = Non
 
 def _run(link: Link, options: argparse.Namespace, load: LoadExecutor) -> int:
     try:
-        engine, ready = start(options.model, options.executor, options.memory, options.limits, load)
+        engine, ready = start(options.model, options.executor, options.memory, options.limits, load, options.pace)
     except (ModelError, ExecutorError, LimitsImpossible) as error:
         link.send(Failed(_one_line(error)))
         return 2
@@ -91,7 +91,7 @@ def _run(link: Link, options: argparse.Namespace, load: LoadExecutor) -> int:
 
 
 def start(
-    source: str, executor_name: str, memory: int | None, limits: Limits, load: LoadExecutor
+    source: str, executor_name: str, memory: int | None, limits: Limits, load: LoadExecutor, pace: Pace = Pace()
 ) -> tuple[Engine, Ready]:
     """Loads, plans the memory, warms up. Raises `ModelError`, `ExecutorError` or `LimitsImpossible`."""
     started = time.monotonic()
@@ -107,7 +107,7 @@ def start(
         context_length=executor.context_length,
         activations=executor.activation_bytes,
     )
-    engine = Engine(executor, plan, limits)
+    engine = Engine(executor, plan, limits, pace=pace)
     engine.warm_up()
     # What lives now lives for ever: keep the garbage collector from walking over it between steps.
     gc.collect()
@@ -155,7 +155,7 @@ def _handle(link: Link, engine: Engine, message: ToEngine) -> None:
             engine.abort(request_id)
         case ApplyLimits():
             try:
-                outputs = engine.apply(_limits(message))
+                outputs = engine.apply(_limits(message), _pace(message))
             except LimitsImpossible as error:
                 link.send(LimitsRefused(message.generation, str(error)))
             else:
@@ -173,6 +173,11 @@ def _limits(message: ApplyLimits) -> Limits:
         max_queued_requests=message.max_queued_requests,
         max_queued_tokens=message.max_queued_tokens,
     )
+
+
+def _pace(message: ApplyLimits) -> Pace:
+    law = None if message.step_law is None else StepLaw(*message.step_law)
+    return Pace(message.time_to_first_token, message.inter_token_latency, law)
 
 
 def _print_traceback() -> None:
@@ -203,12 +208,26 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="JSON",
         help="the limits to start with: an object of the six fields of a limits document's `default`",
     )
+    parser.add_argument(
+        "--pace",
+        type=_pace_argument,
+        default=Pace(),
+        metavar="JSON",
+        help="what is known of a limits document's `objectives` and `stepLaw`: an object of these two",
+    )
     return parser.parse_args(arguments)
 
 
 def _limits_argument(text: str) -> Limits:
     try:
         return parse_limits(json.dumps({"generation": 0, "default": json.loads(text)})).default
+    except (LimitsError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _pace_argument(text: str) -> Pace:
+    try:
+        return parse_pace(json.loads(text))
     except (LimitsError, ValueError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

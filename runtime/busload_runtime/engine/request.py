@@ -38,6 +38,8 @@ class Request:
     """Prompt plus output tokens, under the limits in force when the request was added."""
     order: int = field(init=False, default=0)
     """Position in the order of arrival."""
+    start_order: int = field(init=False, default=0)
+    """Position in the order in which requests first started."""
     running: bool = field(init=False, default=False)
     computed: int = field(init=False, default=0)
     reached: int = field(init=False, default=0)

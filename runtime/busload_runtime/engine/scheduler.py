@@ -1,12 +1,14 @@
 """Which tokens of which requests the next step computes. Pure: no clock, no I/O, no model.
 
 The rules, in the order they apply to a step:
-1. One token budget. Running requests come first, oldest first, and each gets at least one token: a long prompt is cut
-   into chunks around the decodes instead of stopping them.
+1. One token budget. Running requests come first, oldest first, and each decode gets its token: a long prompt is cut
+   into chunks around the decodes instead of stopping them. With an inter-token objective and a step law known, chunks
+   beside decodes also keep to the time that the objective leaves (`prompt_room.py`); a prompt may then pause.
 2. A running request that finds no free block preempts the newest one, which gives all its blocks back and is computed
-   again later (recompute). The oldest request is never preempted, so every request ends.
-3. Waiting requests are admitted in order of arrival, up to the batch limit, when their whole prompt fits the free
-   blocks; they take those blocks at once. A step that preempted admits nothing.
+   again later (recompute). The oldest request is never preempted, so every request ends. Age counts from the first
+   start, which is the order of arrival unless late requests were passed over.
+3. Waiting requests are admitted in the order of `waiting.py`, up to the batch limit, when their whole prompt fits the
+   free blocks; they take those blocks at once. A step that preempted admits nothing.
 4. Full blocks of equal content, from the first token on, are shared. A block can be found only after the step that
    computed it was committed, and the last token of a prompt is always computed because its logits are needed.
 
@@ -15,15 +17,17 @@ enough requests have ended; nobody is thrown out for it. A smaller pool preempts
 its end; a request that cannot fit the pool any more ends: with `length` if it has output, else with an error.
 """
 
+import math
 from bisect import insort
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from busload_runtime.contract import Limits
+from busload_runtime.contract import Limits, Pace
 from busload_runtime.engine.block_pool import Block, BlockPool, chain_digest
 from busload_runtime.engine.plan import Chunk, Plan, Sampled
+from busload_runtime.engine.prompt_room import PromptRoom
 from busload_runtime.engine.request import Output, Request
+from busload_runtime.engine.waiting import WaitingQueue, start_order
 
 
 class RequestRefused(ValueError):
@@ -68,18 +72,17 @@ class Levels:
 class Scheduler:
     """Turns requests into plans: `add` and `abort` at any time between steps, then `plan`, run it, `commit`."""
 
-    def __init__(self, limits: Limits, block_size: int, num_blocks: int) -> None:
+    def __init__(self, limits: Limits, block_size: int, num_blocks: int, pace: Pace = Pace()) -> None:
         self.limits = limits
+        self.pace = pace
         self.block_size = block_size
         self.counters = Counters()
         self._pool = BlockPool(num_blocks)
         self._requests: dict[int, Request] = {}
         self._running: list[Request] = []
-        # Preempted requests are older than all that never ran, so the two queues together are in order of arrival.
-        self._preempted: list[Request] = []
-        self._arrived: OrderedDict[int, Request] = OrderedDict()
+        self._waiting = WaitingQueue(pace)
         self._arrivals = 0
-        self._queued_tokens = 0
+        self._starts = 0
         self._kv_tokens = 0
         self._planned: Plan | None = None
 
@@ -95,8 +98,8 @@ class Scheduler:
     def levels(self) -> Levels:
         return Levels(
             running=len(self._running),
-            waiting=len(self._preempted) + len(self._arrived),
-            queued_prompt_tokens=self._queued_tokens,
+            waiting=len(self._waiting),
+            queued_prompt_tokens=self._waiting.tokens,
             kv_tokens=self._kv_tokens,
             kv_blocks=self._pool.num_blocks,
             kv_blocks_free=self._pool.free,
@@ -126,8 +129,7 @@ class Scheduler:
         request.order = self._arrivals
         self._arrivals += 1
         self._requests[request.request_id] = request
-        self._arrived[request.request_id] = request
-        self._queued_tokens += length
+        self._waiting.add(request)
 
     def abort(self, request_id: int) -> bool:
         """Ends a request and frees its blocks at once; False when the id is unknown (it may just have ended)."""
@@ -142,6 +144,13 @@ class Scheduler:
         """Puts new limits in force from the next step on. The pool is a separate matter: see `resize`."""
         self._between_steps()
         self.limits = limits
+
+    def set_pace(self, pace: Pace) -> None:
+        """Puts objectives and step law in force from the next step on."""
+        self._between_steps()
+        if pace != self.pace:
+            self.pace = pace
+            self._waiting.set_pace(pace)
 
     def resize(self, num_blocks: int) -> list[Output]:
         """Changes the size of the pool; returns the ends of the requests that cannot fit it any more."""
@@ -166,9 +175,10 @@ class Scheduler:
         self._between_steps()
         chunks: list[Chunk] = []
         preemptions = self.counters.preemptions
-        budget = self._plan_running(chunks)
+        room = PromptRoom(self.pace, self.block_size, self._decoding)
+        budget = self._plan_running(chunks, room)
         if self.counters.preemptions == preemptions:
-            self._admit(chunks, budget, now)
+            self._admit(chunks, budget, room, now)
         plan = Plan(tuple(chunks))
         if chunks:
             self._planned = plan
@@ -203,12 +213,13 @@ class Scheduler:
 
     # Many steps at once, for the simulator.
 
-    def decode_steps(self, most: int) -> int:
+    def decode_steps(self, most: int, now: float) -> int:
         """How many of the next steps, at most `most`, are known to be one decode of each running request and nothing
-        else: none of them admits, preempts or computes a prompt, and requests end only in the last of them."""
+        else: none of them admits, preempts or computes a prompt, and requests end only in the last of them. The first
+        begins at `now`; of the others only those are known that begin up to `decodes_until`."""
         self._between_steps()
         running = self._running
-        if not running or self._may_admit():
+        if not running or self._may_admit(now):
             return 0
         steps, longest = most, 0
         for request in running:
@@ -225,6 +236,11 @@ class Scheduler:
             while steps > 0 and self._blocks_missing(steps) > self._pool.free:
                 steps //= 2
         return steps
+
+    def decodes_until(self) -> float:
+        """Up to this time the answer of `decode_steps` holds, while nothing else is called: then another request is
+        the next to be admitted."""
+        return math.inf if len(self._running) >= self.limits.batch_size else self._waiting.next_stays_until()
 
     def decode(self, steps: int, drawn: Mapping[int, int]) -> list[Output]:
         """Does `steps` steps, at most `decode_steps`, as `plan` and `commit` would one by one, each request drawing the
@@ -270,11 +286,13 @@ class Scheduler:
                 self._remove(request)
         return outputs
 
-    def _may_admit(self) -> bool:
+    def _may_admit(self, now: float) -> bool:
         """Whether the next steps could admit somebody. Who waits for memory goes on waiting while a batch only grows,
         unless that batch publishes a block which it looks for."""
-        waiting = self._oldest_waiting()
-        if waiting is None or len(self._running) >= self.limits.batch_size:
+        if len(self._running) >= self.limits.batch_size:
+            return False
+        waiting = self._waiting.next(now)
+        if waiting is None:
             return False
         if any(request.tokens[0] == waiting.tokens[0] and request.salt == waiting.salt for request in self._running):
             return True
@@ -286,7 +304,12 @@ class Scheduler:
             max(0, self._blocks_for(len(request.tokens) + steps - 1) - len(request.blocks)) for request in self._running
         )
 
-    def _plan_running(self, chunks: list[Chunk]) -> int:
+    def _decoding(self) -> tuple[int, int]:
+        """Decodes of the next step: requests, and KV tokens that they read."""
+        lengths = [len(r.tokens) for r in self._running if len(r.tokens) == r.computed + 1 > r.prompt_length]
+        return len(lengths), sum(lengths)
+
+    def _plan_running(self, chunks: list[Chunk], room: PromptRoom) -> int:
         """Plans the running requests; returns the tokens left in the budget."""
         running, size = self._running, self.block_size
         budget = max(self.limits.token_budget, len(running))  # a lowered limit still gives every request its token
@@ -294,12 +317,17 @@ class Scheduler:
         while position < len(running):
             request = running[position]
             newer = len(running) - position - 1
-            count = min(len(request.tokens) - request.computed, budget - newer)
-            end = request.computed + count
+            start, length = request.computed, len(request.tokens)
+            count = min(length - start, budget - newer)
+            if length > start + 1 or length == request.prompt_length:
+                count = room.tokens(start, count)
+                room.take(start, count)
+            end = start + count
             if end > len(request.blocks) * size and not self._make_room(request, end):
                 break
-            chunks.append(self._chunk(request, count))
-            budget -= count
+            if count:
+                chunks.append(self._chunk(request, count))
+                budget -= count
             position += 1
         return budget
 
@@ -314,16 +342,18 @@ class Scheduler:
         self._take(request, missing)
         return True
 
-    def _admit(self, chunks: list[Chunk], budget: int, now: float) -> None:
+    def _admit(self, chunks: list[Chunk], budget: int, room: PromptRoom, now: float) -> None:
         while budget > 0 and len(self._running) < self.limits.batch_size:
-            request = self._oldest_waiting()
+            request = self._waiting.next(now)
             if request is None:
                 return
             cached = self._cached_blocks(request)
-            if self._missing(request, cached) > self._pool.free:
+            start = len(cached) * self.block_size
+            count = room.tokens(start, min(len(request.tokens) - start, budget))
+            if count == 0 or self._missing(request, cached) > self._pool.free:
                 return
             self._start(request, cached, self._blocks_for(len(request.tokens)) - len(cached), now)
-            count = min(len(request.tokens) - request.computed, budget)
+            room.take(start, count)
             chunks.append(self._chunk(request, count))
             budget -= count
 
@@ -332,7 +362,7 @@ class Scheduler:
         return self._blocks_for(len(request.tokens)) - sum(1 for block in cached if block.users)
 
     def _start(self, request: Request, cached: list[Block], missing: int, now: float) -> None:
-        self._dequeue(request)
+        self._waiting.remove(request)
         for block in cached:
             self._pool.share(block)
         request.blocks.extend(cached)
@@ -343,11 +373,13 @@ class Scheduler:
         self._take(request, missing)
         if request.started is None:
             request.started = now
+            request.start_order = self._starts
+            self._starts += 1
             request.cached_tokens = request.computed
             self.counters.prefix_queried_tokens += request.prompt_length
             self.counters.prefix_hit_tokens += request.computed
         request.running = True
-        insort(self._running, request, key=_order)
+        insort(self._running, request, key=start_order)
 
     def _chunk(self, request: Request, count: int) -> Chunk:
         start, tokens, table = request.computed, request.tokens, request.table
@@ -424,29 +456,16 @@ class Scheduler:
 
     # Queues and blocks.
 
-    def _oldest_waiting(self) -> Request | None:
-        if self._preempted:
-            return self._preempted[0]
-        return next(iter(self._arrived.values()), None)
-
-    def _dequeue(self, request: Request) -> None:
-        self._queued_tokens -= len(request.tokens)
-        if request.started is None:
-            del self._arrived[request.request_id]
-        else:
-            self._preempted.remove(request)
-
     def _preempt(self, request: Request) -> None:
         self._leave_batch(request)
-        insort(self._preempted, request, key=_order)
-        self._queued_tokens += len(request.tokens)
+        self._waiting.add_preempted(request)
         self.counters.preemptions += 1
 
     def _remove(self, request: Request) -> None:
         if request.running:
             self._leave_batch(request)
         else:
-            self._dequeue(request)
+            self._waiting.remove(request)
         del self._requests[request.request_id]
 
     def _leave_batch(self, request: Request) -> None:
@@ -475,7 +494,3 @@ class Scheduler:
             f"the request has {length} tokens and the KV cache holds {self.capacity}: "
             "shorten the prompt, or raise kvCachePercent or the memory of the pod"
         )
-
-
-def _order(request: Request) -> int:
-    return request.order

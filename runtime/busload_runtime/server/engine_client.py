@@ -5,10 +5,11 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import astuple
 
 import msgspec
 
-from busload_runtime.contract import Limits
+from busload_runtime.contract import Limits, Pace
 from busload_runtime.engine.messages import (
     Abort,
     ApplyLimits,
@@ -102,7 +103,7 @@ class EngineClient:
         if self._deliver.pop(request_id, None) is not None:
             self._put(Abort(request_id))
 
-    async def apply(self, generation: int, limits: Limits) -> LimitsApplied | LimitsRefused:
+    async def apply(self, generation: int, limits: Limits, pace: Pace) -> LimitsApplied | LimitsRefused:
         """Asks the engine to run under these limits. Raises `ConnectionError` when the engine is gone."""
         if self.failed.done():
             raise ConnectionError(self.failed.result())
@@ -117,6 +118,9 @@ class EngineClient:
                 token_budget=limits.token_budget,
                 max_queued_requests=limits.max_queued_requests,
                 max_queued_tokens=limits.max_queued_tokens,
+                time_to_first_token=pace.time_to_first_token,
+                inter_token_latency=pace.inter_token_latency,
+                step_law=None if pace.law is None else astuple(pace.law),
             )
         )
         try:

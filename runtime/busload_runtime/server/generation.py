@@ -39,6 +39,7 @@ class Choice:
     finish_reason: str | None = None
     output_tokens: int = 0
     cached_tokens: int = 0
+    first_token_at: float = 0.0
     last_token_at: float = 0.0
 
 
@@ -145,6 +146,8 @@ class Generation:
             waited = choice.submitted_at - self.trace.arrival + out.queue_seconds
             self.metrics.queue_wait.observe(waited)
             self.metrics.time_to_first_token.observe(first)
+            self.metrics.judge("time_to_first_token", first)
+            choice.first_token_at = now
             if self.trace.first_token_seconds is None:
                 self.trace.first_token_seconds = first
                 self.trace.queue_seconds = waited
@@ -162,4 +165,17 @@ class Generation:
         self._no_longer_waits(choice)
         self.admission.leave(finished=reason in ("stop", "length"))
         self.metrics.finished(reason)
-        self.metrics.output_length.observe(choice.output_tokens)
+        self._measure_finished(choice)
+
+    def _measure_finished(self, choice: Choice) -> None:
+        metrics, prompt, output = self.metrics, choice.prompt_tokens, choice.output_tokens
+        metrics.output_length.observe(output)
+        metrics.finished_prompt_tokens.inc(prompt)
+        metrics.finished_kv_token_steps.inc(output * (prompt + output / 2))
+        if output > 1:
+            metrics.judge("inter_token_latency", (choice.last_token_at - choice.first_token_at) / (output - 1))
+        elif output == 0 and metrics.pace.time_to_first_token is not None:
+            waited = time.monotonic() - self.trace.arrival
+            # Who left or failed before it was late has seen no miss, and would not have waited for a first token.
+            if waited > metrics.pace.time_to_first_token:
+                metrics.judge("time_to_first_token", waited)

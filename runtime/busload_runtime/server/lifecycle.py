@@ -142,7 +142,7 @@ class _Serve:
         if self._stop.is_set() or not client.alive:
             return False
         service.ready = service.metrics.ready = client.ready.result()
-        service.on_limits(self._document.generation, self._limits)
+        service.on_limits(self._document.generation, self._limits, self._document.pace)
         self._startup_done = True
         # What lives now lives on: keep the garbage collector from walking over it while tokens stream.
         gc.collect()
@@ -213,7 +213,7 @@ class _Serve:
         options = self._options
         command = [sys.executable, "-P", "-m", "busload_runtime.engine.process", "--socket", socket_path]
         command += ["--model", options.model, "--executor", options.executor]
-        command += ["--limits", json.dumps(self._limits.to_json())]
+        command += ["--limits", json.dumps(self._limits.to_json()), "--pace", json.dumps(self._document.pace.to_json())]
         if options.kv_precision is not None:
             command += ["--kv-precision", options.kv_precision]
         if options.memory is not None:

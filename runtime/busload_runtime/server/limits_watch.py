@@ -53,19 +53,25 @@ class LimitsWatch:
         await self._apply(document)
 
     async def _apply(self, document: LimitsDocument) -> None:
-        limits = document.for_pod(self._pod_name)
-        if document.generation == self._applied.generation and limits == self._service.limits:
+        limits, pace = document.for_pod(self._pod_name), document.pace
+        known = document.generation == self._applied.generation and limits == self._service.limits
+        if known and pace == self._service.pace:
             self._applied = document
             return
         try:
-            answer = await self._service.engine.apply(document.generation, limits)
+            answer = await self._service.engine.apply(document.generation, limits, pace)
         except ConnectionError:
             return  # the engine is gone, and so is soon this process
         if isinstance(answer, LimitsRefused):
             self._refuse(f"generation {document.generation}: {answer.reason}")
             return
         self._applied = document
-        self._service.on_limits(document.generation, limits)
+        repaced = pace != self._service.pace
+        self._service.on_limits(document.generation, limits, pace)
+        if repaced:
+            _log(f"objectives and step law applied: {pace.to_json() or 'none'}")
+        if known:
+            return
         trial = " (on trial in this pod)" if document.trial is not None and limits is document.trial else ""
         _log(f"generation {document.generation} applied{trial}: {limits.to_json()}")
 

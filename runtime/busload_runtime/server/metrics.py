@@ -9,7 +9,16 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from busload_runtime.contract import FINISH_REASONS, METRICS, REFUSAL_REASONS, Limits, Metric
+from busload_runtime.contract import (
+    COEFFICIENTS,
+    FINISH_REASONS,
+    METRICS,
+    OBJECTIVES,
+    REFUSAL_REASONS,
+    Limits,
+    Metric,
+    Pace,
+)
 from busload_runtime.engine.messages import Ready, Stats
 from busload_runtime.server.bandwidth import BandwidthUse
 from busload_runtime.server.histogram import Histogram
@@ -53,6 +62,7 @@ class Metrics(Collector):
     def __init__(self, model_name: str) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.limits: Limits | None = None
+        self.pace = Pace()
         self.generation = 0
         self.stats: Stats | None = None
         self.ready: Ready | None = None
@@ -62,6 +72,11 @@ class Metrics(Collector):
         self._registry = CollectorRegistry()
         self.arrived = self._counter("busload_requests_arrived_total")
         self.prompt_tokens_arrived = self._counter("busload_prompt_tokens_arrived_total")
+        self.finished_prompt_tokens = self._counter("busload_finished_prompt_tokens_total")
+        self.finished_kv_token_steps = self._counter("busload_finished_kv_token_steps_total")
+        judged, missed = (self._counter(f"busload_objective_{what}_total") for what in ("requests", "misses"))
+        self._judged = {objective: judged.labels(objective) for objective in OBJECTIVES}
+        self._missed = {objective: missed.labels(objective) for objective in OBJECTIVES}
         self.limits_errors = self._counter("busload_limits_errors_total")
         self._refused = self._counter("busload_requests_refused_total")
         self._finished = self._counter("busload_requests_finished_total")
@@ -91,6 +106,14 @@ class Metrics(Collector):
         """Counts an ended request; `reason` is one of `FINISH_REASONS`."""
         self._finished.labels(reason).inc()
 
+    def judge(self, objective: str, seconds: float) -> None:
+        """Counts a request by one of `OBJECTIVES`; without effect while that one is not known."""
+        limit = getattr(self.pace, objective)
+        if limit is not None:
+            self._judged[objective].inc()
+            if seconds > limit:
+                self._missed[objective].inc()
+
     def render(self) -> bytes:
         """The text exposition."""
         return generate_latest(self._registry)
@@ -101,6 +124,9 @@ class Metrics(Collector):
             yield _family(_BY_NAME[name], [((), _field(self.stats, field))])
         for name, field in _FROM_LIMITS.items():
             yield _family(_BY_NAME[name], [((), _field(self.limits, field))])
+        pace, law = self.pace, self.pace.law
+        yield _family(_BY_NAME["busload_objective_seconds"], [((o,), getattr(pace, o) or 0.0) for o in OBJECTIVES])
+        yield _family(_BY_NAME["busload_step_law_seconds"], [((c,), _field(law, c)) for c in COEFFICIENTS])
         for name, (labels, value) in self._levels().items():
             yield _family(_BY_NAME[name], [(labels, value)])
 

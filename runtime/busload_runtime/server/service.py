@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass, field
 
-from busload_runtime.contract import Limits
+from busload_runtime.contract import Limits, Pace
 from busload_runtime.engine.messages import Ready, Stats
 from busload_runtime.server.admission import Admission
 from busload_runtime.server.engine_client import EngineClient
@@ -39,8 +39,14 @@ class Service:
         """The largest request body read: ample for the longest prompt with every character escaped, and for batches."""
         return 2**20 + _BODY_BYTES_PER_TOKEN * self.limits.max_sequence_length
 
-    def on_limits(self, generation: int, limits: Limits) -> None:
-        """The engine runs under these limits now."""
+    @property
+    def pace(self) -> Pace:
+        """Objectives and step law in force."""
+        return self.metrics.pace
+
+    def on_limits(self, generation: int, limits: Limits, pace: Pace) -> None:
+        """The engine runs under these now."""
+        self.metrics.pace = pace
         self.admission.limits = limits
         self.metrics.limits = limits
         self.metrics.generation = generation

@@ -94,7 +94,7 @@ def test_skipping_ahead_equals_stepping_one_by_one(
     machine = hardware(kv_tokens, noise)
     fast = drive(pod(machine), load, changes, scrape)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Scheduler, "decode_steps", lambda self, most: 0)
+        patch.setattr(Scheduler, "decode_steps", lambda self, most, now: 0)
         slow = drive(pod(machine), load, changes, scrape)
     assert fast == slow
 

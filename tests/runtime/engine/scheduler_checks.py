@@ -2,6 +2,7 @@
 
 from hashing_executor import HashingExecutor
 
+from busload_runtime.contract import Pace
 from busload_runtime.engine.block_pool import Block, BlockPool
 from busload_runtime.engine.request import Output
 from busload_runtime.engine.scheduler import Scheduler
@@ -44,9 +45,13 @@ def check_scheduler(scheduler: Scheduler) -> None:
         if len(holders) > 1:
             assert len(set(holders)) == 1, "a block is shared by requests of different content"
             assert len(holders[0][1]) == (holders[0][0] + 1) * size, "a block is shared before it is full"
-    running, waiting = scheduler._running, [*scheduler._preempted, *scheduler._arrived.values()]
-    for queue in (running, waiting):
-        assert [request.order for request in queue] == sorted(request.order for request in queue)
+    queue = scheduler._waiting
+    running, waiting = scheduler._running, queue.in_order()
+    for started in (running, queue._preempted):
+        assert [request.start_order for request in started] == sorted(request.start_order for request in started)
+    for never_ran in (list(queue._timely.values()), queue._late):
+        assert [request.order for request in never_ran] == sorted(request.order for request in never_ran)
+        assert all(request.started is None for request in never_ran)
     assert {*map(id, running), *map(id, waiting)} == {*map(id, scheduler._requests.values())}
     levels = scheduler.levels()
     assert (levels.running, levels.waiting) == (len(running), len(waiting))
@@ -57,12 +62,17 @@ def check_scheduler(scheduler: Scheduler) -> None:
 
 def run_step(scheduler: Scheduler, executor: HashingExecutor, now: float = 0.0) -> list[Output]:
     before, preemptions = {request.request_id for request in scheduler._running}, scheduler.counters.preemptions
+    decoding = {r.request_id for r in scheduler._running if len(r.tokens) == r.computed + 1 > r.prompt_length}
     plan = scheduler.plan(now)
     planned, running = {chunk.request_id for chunk in plan.chunks}, {r.request_id for r in scheduler._running}
     assert planned, "there is work and nothing is planned"
     assert plan.num_tokens <= max(scheduler.limits.token_budget, len(before))
     assert len(running) <= max(scheduler.limits.batch_size, len(before))
-    assert planned == running, "a running request gets no token"
+    if scheduler.pace == Pace():
+        assert planned == running, "a running request gets no token"
+    else:
+        assert planned <= running
+        assert planned >= decoding & running, "a decoding request gets no token"
     if scheduler.counters.preemptions > preemptions:
         assert running < before, "a step preempts and admits"
     return scheduler.commit(plan, executor.run(plan))

@@ -42,8 +42,7 @@ def picture(scheduler: Scheduler) -> object:
             (r.request_id, r.tokens, r.computed, r.reached, r.table, r.digests[: r.published], r.published)
             for r in scheduler._running
         ],
-        [r.request_id for r in scheduler._preempted],
-        list(scheduler._arrived),
+        [r.request_id for r in scheduler._waiting.in_order()],
         [(block.block_id, block.users, block.digest) for block in pool._blocks],
         {digest: block.block_id for digest, block in pool._cached.items()},
     )
@@ -81,7 +80,7 @@ def test_decode_equals_single_steps(
                 for offset, (prompt, output) in enumerate(later):
                     add(scheduler, len(arrivals) + offset, prompt, output)
             later = []
-        steps = fast.decode_steps(most)
+        steps = fast.decode_steps(most, 0.0)
         assert 0 <= steps <= most
         if steps == 0 and not fast.has_work:
             taken = 12
@@ -107,24 +106,24 @@ def test_it_goes_as_far_as_the_next_end() -> None:
     add(scheduler, 0, (1, 2, 3), 30)
     add(scheduler, 1, (4, 5, 6), 10)
     one_step(scheduler, {0: 7, 1: 8})
-    assert scheduler.decode_steps(64) == 9
-    assert scheduler.decode_steps(4) == 4
+    assert scheduler.decode_steps(64, 0.0) == 9
+    assert scheduler.decode_steps(4, 0.0) == 4
     assert [o.finish_reason for o in scheduler.decode(9, {0: 7, 1: 8})] == [None, "length"]
-    assert scheduler.decode_steps(64) == 20
+    assert scheduler.decode_steps(64, 0.0) == 20
 
 
 def test_not_beside_somebody_who_can_be_admitted_or_a_prompt() -> None:
     scheduler = make(16, 2, 40)
     add(scheduler, 0, (1,), 30)
-    assert scheduler.decode_steps(64) == 0, "a prompt is not a decode"
+    assert scheduler.decode_steps(64, 0.0) == 0, "a prompt is not a decode"
     one_step(scheduler, {0: 7})
     add(scheduler, 1, (2,) * 30, 10)
-    assert scheduler.decode_steps(64) == 0, "request 1 can start"
+    assert scheduler.decode_steps(64, 0.0) == 0, "request 1 can start"
     one_step(scheduler, {0: 7})
-    assert scheduler.decode_steps(64) == 0, "request 1 still computes its prompt"
+    assert scheduler.decode_steps(64, 0.0) == 0, "request 1 still computes its prompt"
     one_step(scheduler, {0: 7, 1: 8})
     add(scheduler, 2, (3,), 10)
-    assert scheduler.decode_steps(64) == 9, "request 2 must wait for a place in the batch"
+    assert scheduler.decode_steps(64, 0.0) == 9, "request 2 must wait for a place in the batch"
 
 
 def test_not_into_a_preemption() -> None:
@@ -133,18 +132,18 @@ def test_not_into_a_preemption() -> None:
     add(scheduler, 1, (2,) * 7, 16)
     drawn = {0: 7, 1: 8}
     while scheduler.counters.preemptions == 0:
-        steps = scheduler.decode_steps(64)
+        steps = scheduler.decode_steps(64, 0.0)
         if steps:
             scheduler.decode(steps, drawn)
             assert scheduler.counters.preemptions == 0
         else:
             one_step(scheduler, drawn)
     assert scheduler.levels().running == 1
-    assert scheduler.decode_steps(64) > 0, "who waits for memory does not stop the one that runs"
+    assert scheduler.decode_steps(64, 0.0) > 0, "who waits for memory does not stop the one that runs"
 
 
 def test_not_for_one_who_may_stop() -> None:
     scheduler = make(16, 2, 40)
     scheduler.add(Request(0, [1, 2], 30, stop_token_ids=frozenset({5})))
     one_step(scheduler, {0: 7})
-    assert scheduler.decode_steps(64) == 0
+    assert scheduler.decode_steps(64, 0.0) == 0

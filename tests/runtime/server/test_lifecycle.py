@@ -98,6 +98,36 @@ def test_limits_change_while_requests_run_and_bad_ones_change_nothing(
         assert server.log.count("refused, generation") == 3
 
 
+def test_objectives_and_law_change_under_one_generation(tiny_model: Path, tmp_path: Path, limits_file: Path) -> None:
+    law = {"a": 0.002, "b": 0.0005, "c": 1e-6, "d": 0.0001}
+    swap(limits_file, json.dumps(limits(3) | {"objectives": {"timeToFirstTokenMs": 0.001}, "stepLaw": law}))
+    with running(tmp_path, f"--model={tiny_model}", f"--limits-file={limits_file}") as server:
+        first, between = ('{objective="time_to_first_token"}', '{objective="inter_token_latency"}')
+
+        def shown(name: str) -> tuple[float, float]:
+            metrics = server.metrics()
+            return metrics[f"busload_objective_{name}{first}"], metrics[f"busload_objective_{name}{between}"]
+
+        assert shown("seconds") == (pytest.approx(1e-6), 0)
+        assert server.metrics()['busload_step_law_seconds{coefficient="d"}'] == 0.0001
+        server.complete(prompt=[9, 8, 7], max_tokens=5, ignore_eos=True)
+        assert (shown("requests_total"), shown("misses_total")) == ((1, 0), (1, 0)), "no token comes in a microsecond"
+
+        objectives = {"timeToFirstTokenMs": 3_600_000, "interTokenLatencyMs": 3_600_000}
+        swap(limits_file, json.dumps(limits(3) | {"objectives": objectives}))
+        eventually(lambda: shown("seconds") == (3600, 3600))
+        server.complete(prompt=[9, 8, 7], max_tokens=5, ignore_eos=True)
+        assert (shown("requests_total"), shown("misses_total")) == ((2, 1), (1, 0))
+        metrics = server.metrics()
+        assert [metrics[f'busload_step_law_seconds{{coefficient="{name}"}}'] for name in "abcd"] == [0, 0, 0, 0]
+        assert metrics["busload_finished_prompt_tokens_total"] == 6
+        assert metrics["busload_finished_kv_token_steps_total"] == 2 * 5 * (3 + 2.5)
+        assert "limits: objectives and step law applied: {'objectives'" in server.log
+        swap(limits_file, json.dumps(limits(3) | {"stepLaw": law | {"d": -1}}))
+        eventually(lambda: "stepLaw.d must be a number from 0 to 3600, got -1" in server.log)
+        assert shown("seconds") == (3600, 3600)
+
+
 def test_sigusr1_then_sigterm_lose_nothing(tiny_model: Path, tmp_path: Path) -> None:
     flags = (f"--model={tiny_model}", "--max-sequence-length=4096", "--drain-seconds=60")
     with running(tmp_path, *flags) as server:
