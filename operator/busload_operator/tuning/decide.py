@@ -6,7 +6,7 @@ from dataclasses import replace
 from busload_operator.tuning import words
 from busload_operator.tuning.diagnose import QUEUE
 from busload_operator.tuning.fit import TRUSTED_BEYOND
-from busload_operator.tuning.scale import add_replicas, remove_replica
+from busload_operator.tuning.scale import add_replicas, buy_ahead, remove_replica, sell
 from busload_operator.tuning.settings import Candidate, Situation, batch_ceiling, predict, raise_batch, raise_kv_cache
 from busload_operator.tuning.state import Phase
 from busload_operator.tuning.types import Bottleneck, Knob, Mode, Prediction, Reason
@@ -31,6 +31,24 @@ SMALLER = 0.85
 
 def decide(s: Situation) -> Candidate | str | None:
     """The change to make now; or why none is made although an objective is missed; or None."""
+    found = _by_phase(s)
+    if isinstance(found, Candidate) or not _is_in_time(s):
+        return found
+    return buy_ahead(s) or sell(s) or found
+
+
+def replicas_meanwhile(s: Situation) -> Candidate | None:
+    """While an earlier change of the replicas is on trial: the computed number does not wait for it."""
+    found = buy_ahead(s) or (sell(s) if _is_in_time(s) else None)
+    return found if isinstance(found, Candidate) else None
+
+
+def _is_in_time(s: Situation) -> bool:
+    """What waits, waits no longer than its objective; otherwise settings are looked at before replicas."""
+    return s.wait is not None and s.wait <= s.inputs.objectives.time_to_first_token
+
+
+def _by_phase(s: Situation) -> Candidate | str | None:
     streak, objective = s.state.streak, s.inputs.objectives.time_to_first_token
     if streak.phase is Phase.SLOW:
         if streak.count < WINDOWS:
@@ -119,7 +137,7 @@ def _lower(s: Situation) -> Candidate | str | None:
         return None
     if s.state.changed_at is not None and now - s.state.changed_at < LOW_SECONDS:
         return None
-    fewer = remove_replica(s, s.seen, usage)
+    fewer = remove_replica(s, s.seen, usage) if s.plan is None else None
     if isinstance(fewer, Candidate):
         return fewer
     return _lower_batch(s) or fewer
@@ -127,6 +145,8 @@ def _lower(s: Situation) -> Candidate | str | None:
 
 def _lower_batch(s: Situation) -> Candidate | None:
     now, bounds = s.inputs.limits.batch_size, s.inputs.bounds
+    if s.usable_law is not None and now <= batch_ceiling(s).value:
+        return None  # harmless: unused places of a paged cache take nothing
     peak = max(u.running_per_pod for u in s.state.usage)
     floor = max(bounds.batch_size.clamp(bounds.batch_size_initial), math.ceil(2 * peak))
     after = max(floor, now // 2)

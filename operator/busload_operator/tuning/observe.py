@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from busload_operator.tuning.demand import count_arrivals, learn_lengths
 from busload_operator.tuning.fit import add
 from busload_operator.tuning.state import State
 from busload_operator.tuning.types import Inputs, Observed
@@ -61,7 +62,11 @@ def observe(state: State, inputs: Inputs) -> tuple[State, Picture]:
         length = _output_length(length, window.finished, window.output_tokens_sum)
     if length is None:
         length = _length_at_start(bases)
-    state = replace(state, bases=tuple(bases), windows=kept, fit=fit, output_length=length)
+    state = _follow_starts(replace(state, windows=kept, fit=fit, output_length=length), inputs)
+    state = replace(state, bases=tuple(bases))
+    if 2 * len(new) >= len(ready) > 0:
+        arrivals = count_arrivals(state.arrivals, new, len(ready))
+        state = replace(state, arrivals=arrivals, lengths=learn_lengths(state.lengths, new))
     current = tuple(w for w in new if w.generation >= inputs.generation)
     blind = not any(w.end > inputs.now - MAX_SCRAPE_AGE for w in kept)
     picture = Picture(
@@ -73,6 +78,24 @@ def observe(state: State, inputs: Inputs) -> tuple[State, Picture]:
         observed=None if blind else _observed(state, inputs, tuple(silent)),
     )
     return state, picture
+
+
+def _follow_starts(state: State, inputs: Inputs) -> State:
+    """How long pods take to become ready. Those that were ready before, or there before anything was seen, do not
+    tell. `state.bases` are those of the step before."""
+    seen_before = dict(state.starting)
+    were_ready = {name for name, _ in state.bases}
+    anything = bool(were_ready or seen_before)
+    starting: list[tuple[str, float | None]] = []
+    startup = state.startup_seconds
+    for sample in inputs.pods:
+        since = seen_before.get(sample.pod)
+        if not sample.ready:
+            fresh = anything and sample.pod not in were_ready and sample.pod not in seen_before
+            starting.append((sample.pod, inputs.now if fresh else since))
+        elif since is not None:
+            startup = inputs.now - since
+    return replace(state, starting=tuple(starting), startup_seconds=startup)
 
 
 def _output_length(old: float | None, finished: float, tokens: float) -> float | None:

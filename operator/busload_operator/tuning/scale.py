@@ -3,16 +3,17 @@
 import math
 
 from busload_operator.tuning import words
+from busload_operator.tuning.demand import cost
 from busload_operator.tuning.fit import TRUSTED_BEYOND, batch_within, tokens_per_second
+from busload_operator.tuning.need import ASSUMED_STARTUP
 from busload_operator.tuning.settings import ITL_MARGIN, KV_MARGIN, Candidate, Situation
+from busload_operator.tuning.sizing import HOLD_ONE, Plan
 from busload_operator.tuning.state import Usage
 from busload_operator.tuning.types import Knob, Prediction, Reason, Scaling
 from busload_operator.tuning.window import View, view
 
 UTILISATION = 0.85
 """Share of capacity that offered work may use: the rest is for variance (policy's starting kappa)."""
-ASSUMED_STARTUP = 30.0
-"""Seconds from asking for a replica to its first token, until one was measured."""
 DRAIN_SECONDS = 60.0
 """In which a backlog should be gone."""
 
@@ -42,6 +43,8 @@ def add_replicas(s: Situation, reason: Reason, why: str) -> Candidate | str:
 
 def _for_wait(s: Situation) -> int | str:
     """Offered work plus backlog over capacity, in replicas."""
+    if s.plan is not None:
+        return _by_plan(s, s.plan)
     n, length = s.inputs.replicas, s.state.output_length
     each = s.seen.busy_tokens_per_second / s.seen.pods
     if length is None or each <= 0:
@@ -58,6 +61,73 @@ def _for_wait(s: Situation) -> int | str:
     if s.ready >= n:
         return max(wanted, n + 1)
     return wanted if wanted > n else "the replicas that are starting are predicted to suffice"
+
+
+def _by_plan(s: Situation, plan: Plan) -> int | str:
+    """The computed number. When the wait stays over its objective for longer than a replica takes to come, the number
+    is too small, whatever it is computed from."""
+    n = s.inputs.replicas
+    if plan.up > n:
+        return plan.up
+    since = max(s.state.missed_since or s.inputs.now, s.state.sizing.bought_at)
+    if s.ready >= n and s.inputs.now - since > plan.lead + DRAIN_SECONDS:
+        return n + 1
+    return f"{words.count(n, 'replica')} are predicted to suffice: {_work(plan)}"
+
+
+def _work(plan: Plan) -> str:
+    return (
+        f"work for {plan.expected:.2f} busy replicas is expected in {plan.lead:.0f} s, times {plan.error:.2f} for the "
+        f"error of forecasts, and each may be given {plan.capacity:.2f} (a batch of up to {plan.batch:.0f})"
+    )
+
+
+def buy_ahead(s: Situation) -> Candidate | None:
+    """The replicas that the load expected one lead time from now needs, before requests wait."""
+    n, most, plan = s.inputs.replicas, s.inputs.bounds.replicas.max, s.plan
+    if plan is None or not plan.buy or n >= most or s.inputs.scaling is Scaling.EXTERNAL:
+        return None
+    after = min(most, plan.up)
+    message = f"replicas {n} -> {after}: {_work(plan)}."
+    if plan.backlog > 0:
+        message = f"{message[:-1]}; {words.seconds(plan.wait)} of work wait already."
+    basis = f"offered work by the step law (a share of {plan.kappa:.2f} of a replica is planned for)"
+    prediction = Prediction(s.seen.tokens_per_second, 0.0, s.seen.itl, basis)
+    return Candidate(Knob.REPLICAS, n, after, Reason.OFFERED_WORK, message, prediction, s.inputs.limits, after)
+
+
+def sell(s: Situation) -> Candidate | str | None:
+    """Fewer replicas, when the computed number has been smaller for long enough; or why not; None: nothing to sell."""
+    n, plan = s.inputs.replicas, s.plan
+    least = s.inputs.bounds.replicas.min
+    if plan is None or s.inputs.scaling is Scaling.EXTERNAL or max(least, plan.sell_to) >= n:
+        return None
+    if not s.complete:
+        return f"replicas stay at {n}: not every ready one speaks"
+    if (refused := max(s.refused(Knob.REPLICAS), default=0)) >= n - 1:
+        return f"replicas stay at {n}: {refused} were too few a while ago"
+    after = max(least, plan.sell_to, refused + 1)
+    while after < n and not _batch_is_known(s, plan, after):
+        after += 1
+    if after >= n:
+        return f"replicas stay at {n}: with fewer the batch would be larger than any that was seen"
+    load = plan.load_after * plan.sell_to / after
+    message = (
+        f"replicas {n} -> {after}: {words.count(after, 'replica')} have been enough for {HOLD_ONE:.0f} s or, two at "
+        f"once, {s.state.sizing.hold:.0f} s; each is expected to be {load:.2f} busy with pure work, of "
+        f"{plan.capacity:.2f} that it may be given."
+    )
+    prediction = Prediction(s.seen.tokens_per_second, 0.0, None, "offered work by the step law")
+    return Candidate(Knob.REPLICAS, n, after, Reason.LOW_USE, message, prediction, s.inputs.limits, after)
+
+
+def _batch_is_known(s: Situation, plan: Plan, replicas: int) -> bool:
+    """Whether the law is trusted at the batch that the rest would run: t = a / (1 - load), so B = a*load/(1-load)/g."""
+    law, load = s.usable_law, plan.load_after * plan.sell_to / replicas
+    if law is None or load >= 1:
+        return False
+    slope = cost(law, s.state.lengths).slope
+    return law.a * load / ((1 - load) * slope) <= TRUSTED_BEYOND * law.batch_max
 
 
 def _arrivals(s: Situation) -> float:
@@ -80,6 +150,8 @@ def _for_inter_token(s: Situation) -> int | str:
     law = s.usable_law
     if law is None:
         return n + 1
+    if s.plan is not None and s.plan.up <= n and s.seen.batch <= s.plan.batch:
+        return f"the batch of {s.seen.batch:.1f} fits the objective, and {_work(s.plan)}"
     fits = batch_within(law, s.work, ITL_MARGIN * objective)
     if fits < 1:
         return f"by the step law no batch meets the inter-token objective of {words.seconds(objective)}"

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from busload_operator.tuning import words
 from busload_operator.tuning.diagnose import KV_ROOM, Diagnosis
 from busload_operator.tuning.fit import TRUSTED_BEYOND, Workload, batch_within, step_seconds, tokens_per_second
+from busload_operator.tuning.sizing import Plan
 from busload_operator.tuning.state import State
 from busload_operator.tuning.types import Bottleneck, Inputs, Knob, Law, Prediction, Reason
 from busload_operator.tuning.window import View
@@ -38,6 +39,8 @@ class Situation:
     """Ready pods."""
     complete: bool
     """Every ready pod speaks."""
+    plan: Plan | None = None
+    """The computed number of replicas; None: not known yet."""
 
     @property
     def work(self) -> Workload:

@@ -3,8 +3,10 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from busload_operator.tuning.demand import Arrivals, Lengths
 from busload_operator.tuning.diagnose import Diagnosis
 from busload_operator.tuning.fit import Fit
+from busload_operator.tuning.sizing import Sizing
 from busload_operator.tuning.types import Decision, Knob
 from busload_operator.tuning.window import Base, PodWindow
 from busload_runtime.contract import Limits
@@ -97,6 +99,10 @@ class State:
     fit: Fit = field(default_factory=Fit)
     output_length: float | None = None
     """Mean output tokens of finished requests, slowly forgetting."""
+    arrivals: tuple[Arrivals, ...] = ()
+    """Of the last half hour."""
+    lengths: Lengths = field(default_factory=Lengths)
+    sizing: Sizing = field(default_factory=Sizing)
     usage: tuple[Usage, ...] = ()
     """Of the last five minutes, without a hole: cleared when a step knew too little or the settings changed."""
     seen_at: float | None = None
@@ -113,8 +119,10 @@ class State:
     """Last change of any knob."""
     refused: tuple[Refused, ...] = ()
     recommended: tuple[Recommended, ...] = ()
+    starting: tuple[tuple[str, float | None], ...] = ()
+    """Pods that are not ready, and since when they are there; None: not known, or they were ready before."""
     startup_seconds: float | None = None
-    """Measured: from asking for a replica to its being ready."""
+    """Measured: from a replica's being there to its being ready."""
 
     @classmethod
     def initial(cls, next_id: int = 1) -> "State":

@@ -3,11 +3,13 @@
 from dataclasses import dataclass, replace
 
 from busload_operator.tuning import words
-from busload_operator.tuning.decide import LOW_SECONDS, decide, overdue_replicas
+from busload_operator.tuning.decide import LOW_SECONDS, decide, overdue_replicas, replicas_meanwhile
 from busload_operator.tuning.diagnose import QUEUE, Diagnosis, diagnose
 from busload_operator.tuning.fit import solve
+from busload_operator.tuning.need import ASSUMED_STARTUP, replica_plan
 from busload_operator.tuning.observe import SHOWN_SECONDS, Picture, observe, wait_seconds
 from busload_operator.tuning.settings import Candidate, Situation
+from busload_operator.tuning.sizing import Plan, changed
 from busload_operator.tuning.state import Pending, Phase, Recommended, State, Streak, Usage
 from busload_operator.tuning.types import (
     Bottleneck,
@@ -44,7 +46,8 @@ def step(state: State, inputs: Inputs) -> tuple[State, Result]:
     state, picture = observe(state, inputs)
     law = solve(state.fit)
     state, missed = _follow_phase(state, inputs, picture)
-    situation = _situation(state, inputs, picture, law)
+    state, plan = replica_plan(state, inputs, picture, law)
+    situation = _situation(state, inputs, picture, law, plan)
     state, target = _in_force(state, inputs)
 
     closed: tuple[Decision, ...] = ()
@@ -126,7 +129,7 @@ def _since(state: State, streak: Streak, inputs: Inputs) -> tuple[PodWindow, ...
     )
 
 
-def _situation(state: State, inputs: Inputs, picture: Picture, law: Law | None) -> Situation | None:
+def _situation(state: State, inputs: Inputs, picture: Picture, law: Law | None, plan: Plan | None) -> Situation | None:
     """None when the service cannot be seen now, or not yet under the limits in force."""
     windows = _since(state, state.streak, inputs)
     seen = None if picture.blind else view(windows)
@@ -135,7 +138,16 @@ def _situation(state: State, inputs: Inputs, picture: Picture, law: Law | None) 
     wait, lower_bound = wait_seconds(seen, windows, state.output_length)
     diagnosis = diagnose(seen, wait, law, inputs.objectives)
     return Situation(
-        inputs, state, seen, wait, lower_bound, law, diagnosis, ready=len(picture.ready), complete=picture.complete
+        inputs,
+        state,
+        seen,
+        wait,
+        lower_bound,
+        law,
+        diagnosis,
+        ready=len(picture.ready),
+        complete=picture.complete,
+        plan=plan,
     )
 
 
@@ -208,8 +220,6 @@ def _verify(
     else:
         judged = follow(pending, inputs, picture, law, missed)
     state = replace(state, pending=judged.pending)
-    if judged.startup_seconds is not None:
-        state = replace(state, startup_seconds=judged.startup_seconds)
     if judged.refused is not None:
         kept = tuple(r for r in state.refused if r.until > inputs.now)
         state = replace(state, refused=(*kept, judged.refused))
@@ -246,7 +256,9 @@ def _overdue(situation: Situation, picture: Picture) -> Candidate | None:
     pending = situation.state.pending
     if situation.inputs.mode is not Mode.AUTO or pending is None or not picture.majority:
         return None
-    if pending.decision.knob is Knob.REPLICAS or pending.decision.reason is Reason.LOW_USE:
+    if pending.decision.knob is Knob.REPLICAS:
+        return replicas_meanwhile(situation)
+    if pending.decision.reason is Reason.LOW_USE:
         return None
     return overdue_replicas(situation)
 
@@ -277,7 +289,7 @@ def _change(
     decision = replace(decision, outcome=Outcome(Verdict.PENDING, tokens, span_before=span))
     interrupted: tuple[Decision, ...] = ()
     if state.pending is not None:
-        text = "replicas were added before it could be judged; it is kept."
+        text = "the number of replicas was changed before it could be judged; it is kept."
         outcome = replace(state.pending.decision.outcome, verdict=Verdict.INCONCLUSIVE, message=text)
         interrupted = (replace(state.pending.decision, outcome=outcome),)
     pending = Pending(
@@ -292,6 +304,9 @@ def _change(
         prefill_before=before.prefill_per_busy_second if before is not None else 0.0,
         span_before=span,
     )
+    if found.knob is Knob.REPLICAS:
+        lead = state.startup_seconds or ASSUMED_STARTUP
+        state = replace(state, sizing=changed(state.sizing, now, found.before, found.after, lead))
     state = replace(
         state, next_id=state.next_id + 1, pending=pending, changed_at=now, streak=Streak(), usage=(), restored=None
     )

@@ -50,6 +50,7 @@ class Reason(StrEnum):
     WAIT_FROM_KV_CACHE = "WaitFromKVCache"
     SETTINGS_CANNOT_CLEAR_WAIT = "SettingsCannotClearWait"
     TIME_LIMIT_PASSED = "TimeLimitPassed"
+    OFFERED_WORK = "OfferedWork"
     INTER_TOKEN_OBJECTIVE_MISSED = "InterTokenObjectiveMissed"
     LOW_USE = "LowUse"
 

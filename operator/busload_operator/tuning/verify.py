@@ -45,7 +45,6 @@ class Judgement:
     closed: Decision | None = None
     put_back: bool = False
     refused: Refused | None = None
-    startup_seconds: float | None = None
 
 
 def follow(pending: Pending, inputs: Inputs, picture: Picture, law: Law | None, missed: bool) -> Judgement:
@@ -61,6 +60,8 @@ def follow(pending: Pending, inputs: Inputs, picture: Picture, law: Law | None, 
         return _await(pending, inputs, picture)
     if pending.decision.reason is Reason.LOW_USE:
         return _follow_lowered(pending, inputs, missed)
+    if pending.decision.reason is Reason.OFFERED_WORK:
+        return _follow_bought(pending, inputs, missed)
     pending = _collect(pending, picture)
     if pending.decision.knob is Knob.REPLICAS:
         return _follow_replicas(pending, inputs, picture)
@@ -89,7 +90,7 @@ def _await(pending: Pending, inputs: Inputs, picture: Picture) -> Judgement:
         if decision.after < decision.before:
             return Judgement(replace(pending, applied_at=inputs.now))
         if len(picture.ready) >= decision.after:
-            return Judgement(replace(pending, applied_at=inputs.now), startup_seconds=passed)
+            return Judgement(replace(pending, applied_at=inputs.now))
         if passed > READY_SECONDS:
             text = f"only {len(picture.ready)} of {decision.after} replicas were ready after {READY_SECONDS:.0f} s"
             return _close(pending, Verdict.INCONCLUSIVE, text)
@@ -241,6 +242,16 @@ def _close_inter_token(pending: Pending, inputs: Inputs, tokens: float, itl: flo
         return _close(pending, Verdict.INCONCLUSIVE, text, tokens, pending.loaded)
     better = itl <= tau or itl < (1 - BAND) * before
     return _close(pending, Verdict.CONFIRMED if better else Verdict.INCONCLUSIVE, text, tokens, pending.loaded)
+
+
+def _follow_bought(pending: Pending, inputs: Inputs, missed: bool) -> Judgement:
+    """Replicas for a load to come do not raise throughput now: they are right when no objective is missed."""
+    since = inputs.now - (pending.applied_at or inputs.now)
+    if since < CALM_SECONDS:
+        return Judgement(pending)
+    if missed:
+        return _close(pending, Verdict.INCONCLUSIVE, f"the wait is over the objective {since:.0f} s after it")
+    return _close(pending, Verdict.CONFIRMED, f"the objective is met {since:.0f} s after they were ready")
 
 
 def _follow_lowered(pending: Pending, inputs: Inputs, missed: bool) -> Judgement:

@@ -1,0 +1,191 @@
+"""The work that requests bring, in replicas: what arrived, how long it is, and what it will be one lead time from now.
+
+Offered work is `arrivals/s x (d*P + D*(b + c*h))`: seconds of pure work per second, so the number of replicas that
+would be busy all the time with nothing shared (P prompt tokens computed and D output tokens of a request, h KV tokens
+it holds on average). The past is recomputed with today's law and lengths; otherwise learning them would look like a
+change of the load.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from busload_operator.tuning.types import Law
+from busload_operator.tuning.window import PodWindow
+
+BIN_SECONDS = 5.0
+KEPT_SECONDS = 1800.0
+LEVEL_SECONDS = 60.0
+SHORT_SECONDS = 15.0
+MIN_SECONDS = 20.0
+"""Of arrivals, before anything is said about the load."""
+_LENGTH_REQUESTS = 300.0
+"""Requests after which what was learned of lengths counts a third (1/e)."""
+_JUMP_SIGMA = 3.5
+_JUMP_FACTOR = 1.25
+_STEEP = 1.5
+"""A jump by this factor is taken to go on, if the fleet is short already."""
+_MOST_RATIO = 3.0
+_BURST_SCATTER = 0.5
+"""Coefficient of variation of 15 s means above which, with as little memory over the lead, load comes in bursts."""
+_BURST_COVERED = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """Requests that arrived at all ready pods between two moments, on the clock of `Inputs.now`."""
+
+    start: float
+    end: float
+    requests: float
+
+    @property
+    def rate(self) -> float:
+        return self.requests / (self.end - self.start)
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Sums over requests, forgetting: means of lengths are their ratios."""
+
+    finished: float = 0.0
+    output_tokens: float = 0.0
+    started: float = 0.0
+    prompt_tokens: float = 0.0
+    batch_seconds: float = 0.0
+    kv_token_seconds: float = 0.0
+
+    @property
+    def known(self) -> bool:
+        return min(self.finished, self.output_tokens, self.started, self.batch_seconds) > 0
+
+    @property
+    def output(self) -> float:
+        """Output tokens per request."""
+        return self.output_tokens / self.finished
+
+    @property
+    def prompt(self) -> float:
+        """Prompt tokens computed per request; what a prefix cache saved is not among them."""
+        return self.prompt_tokens / self.started
+
+    @property
+    def held(self) -> float:
+        """KV tokens of a running request, over its time in the batch."""
+        return self.kv_token_seconds / self.batch_seconds
+
+
+def count_arrivals(old: tuple[Arrivals, ...], windows: Sequence[PodWindow], ready: int) -> tuple[Arrivals, ...]:
+    """The record with one more round of windows. Pods that gave none are taken to be like the others, as a router
+    deals evenly; bins of at least five seconds, half an hour of them."""
+    end = max(w.end for w in windows)
+    start = max(end - fmean(w.end - w.start for w in windows), old[-1].end if old else -math.inf)
+    if start >= end:
+        return old
+    rate = sum(w.arrived / w.seconds for w in windows) * ready / len(windows)
+    new = Arrivals(start, end, rate * (end - start))
+    if old and start - old[-1].end < 1.0 and old[-1].end - old[-1].start < BIN_SECONDS - 0.5:
+        new = Arrivals(old[-1].start, end, old[-1].requests + new.requests)
+        old = old[:-1]
+    return (*(a for a in old if a.end > end - KEPT_SECONDS), new)
+
+
+def learn_lengths(old: Lengths, windows: Sequence[PodWindow]) -> Lengths:
+    """The lengths with one more round of windows."""
+    finished = sum(w.finished for w in windows)
+    started = sum(w.ttft_count for w in windows)
+    ended, begun = math.exp(-finished / _LENGTH_REQUESTS), math.exp(-started / _LENGTH_REQUESTS)
+    return Lengths(
+        finished=ended * old.finished + finished,
+        output_tokens=ended * old.output_tokens + sum(w.output_tokens_sum for w in windows),
+        started=begun * old.started + started,
+        prompt_tokens=begun * old.prompt_tokens + sum(w.prefill_tokens for w in windows),
+        batch_seconds=ended * old.batch_seconds + sum(w.batch_seconds for w in windows),
+        kv_token_seconds=ended * old.kv_token_seconds + sum(w.kv_token_seconds for w in windows),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a request costs by the law, and a place in the batch."""
+
+    work: float
+    """Seconds of pure work per request, `d*P + D*(b + c*h)`."""
+    slope: float
+    """Seconds that a place in the batch adds to a step, `g = b + c*h + d*P/D`."""
+
+
+def cost(law: Law, lengths: Lengths) -> Cost:
+    """Of requests of these lengths, which must be known."""
+    work = law.d * lengths.prompt + lengths.output * (law.b + law.c * lengths.held)
+    return Cost(work, work / lengths.output)
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Offered work, in replicas."""
+
+    level: float
+    """Mean of the last minute."""
+    short: float
+    """Mean of the last 15 seconds."""
+    jump: float
+    """By what factor the last 15 s are above the time before, when that is no accident; else 1."""
+    floor: float | None
+    """What bursts need that are over before a replica could come; None: load does not come in such bursts."""
+
+    def expected(self, able: float) -> float:
+        """One lead time ahead, before the error of forecasts; `able`: what the present fleet can do. A trend is not
+        extrapolated: it would buy on noise. Only a steep jump that is over the fleet already is."""
+        if self.jump <= 1:
+            return self.level
+        onward = min(_MOST_RATIO, self.jump) if self.jump >= _STEEP and self.short > able else 1.0
+        return max(self.level, self.short * onward)
+
+
+def forecast(arrivals: Sequence[Arrivals], work: float, lead: float) -> Forecast | None:
+    """None with less than 20 s of arrivals in the last minute. `work` per request and `lead` are in seconds."""
+    if not arrivals:
+        return None
+    now = arrivals[-1].end
+    minute = [a for a in arrivals if a.end > now - LEVEL_SECONDS]
+    if sum(a.end - a.start for a in minute) < MIN_SECONDS:
+        return None
+    late = [a for a in minute if a.end > now - SHORT_SECONDS]
+    level, short = work * _rate(minute), work * _rate(late)
+    before = [work * a.rate for a in minute if a.end <= now - SHORT_SECONDS]
+    return Forecast(level, short, _jump(before, short, len(late)), _burst_floor(arrivals, work, lead))
+
+
+def _rate(arrivals: Sequence[Arrivals]) -> float:
+    return sum(a.requests for a in arrivals) / sum(a.end - a.start for a in arrivals)
+
+
+def _jump(before: list[float], short: float, bins: int) -> float:
+    if len(before) < 3:
+        return 1.0
+    mean = fmean(before)
+    scatter = max(stdev(before), 0.05 * mean) / math.sqrt(bins)
+    if short <= mean + _JUMP_SIGMA * scatter or short <= _JUMP_FACTOR * mean:
+        return 1.0
+    return short / mean if mean > 0 else _MOST_RATIO
+
+
+def _burst_floor(arrivals: Sequence[Arrivals], work: float, lead: float) -> float | None:
+    """What 95% of the 15 s means need, where these scatter widely and say nothing about one lead time later."""
+    if arrivals[-1].end - arrivals[0].start < 300.0:
+        return None
+    groups: dict[int, list[Arrivals]] = {}
+    for a in arrivals:
+        groups.setdefault(int(a.end // SHORT_SECONDS), []).append(a)
+    values = [work * _rate(group) for group in groups.values()]
+    mean = fmean(values)
+    if len(values) < 20 or mean <= 0 or stdev(values) <= _BURST_SCATTER * mean:
+        return None
+    ahead = max(1, round(lead / SHORT_SECONDS))
+    around = [value - mean for value in values]
+    likeness = sum(x * y for x, y in zip(around, around[ahead:], strict=False)) / sum(x * x for x in around[:-ahead])
+    if likeness >= 0.5:
+        return None
+    return sorted(values)[min(len(values) - 1, math.ceil(_BURST_COVERED * len(values)) - 1)]

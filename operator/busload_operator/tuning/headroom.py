@@ -1,0 +1,144 @@
+"""What the operator learns about its own planning: how full a replica may be planned, and how wrong forecasts are.
+
+Both are learned from outcomes instead of assumed: the usable share of a replica (kappa) from objectives missed while
+the plan was kept, and the error of forecasts from what arrived one lead time after each.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+TARGET = 0.99
+"""Share of requests that should be inside the objectives."""
+
+_START = 0.85
+_LOWEST = 0.40
+_CLEAN_AFTER = 60.0
+_YOUNG = 180.0
+_CLEAN_KEPT = 300.0
+_CLEAN_AT_LEAST = 6
+_REQUESTS_AT_LEAST = 200
+_PAUSE = 60.0
+_TESTED = 0.85
+"""A share is tested by loads of at least so much of it; kappa only rises when it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """Requests whose first token came, and those of them that missed an objective."""
+
+    at: float
+    requests: float
+    missed: float
+    load: float = 0.0
+    """Offered work per ready replica, as a share of its capacity within the objectives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kappa:
+    """Share of a replica's capacity that offered work may use; the rest is for the variance of lengths and arrivals."""
+
+    value: float = _START
+    bad: float = 1.1
+    """The lowest share at which objectives were missed, slowly forgotten."""
+    since: float | None = None
+    dirty_at: float = -math.inf
+    """When load was last above what was planned."""
+    changed_at: float = -math.inf
+    clean: tuple[Outcomes, ...] = ()
+    """Of the last five minutes, while the plan was kept."""
+
+
+def learn_kappa(old: Kappa, now: Outcomes, late: bool, replicas: int) -> Kappa:
+    """One step further. `late`: the wait is over half its objective; `replicas` are those asked for."""
+    kappa = old if old.since is not None else replace(old, since=now.at)
+    if now.load > 1.02 * kappa.value or (late and now.load > 0.9 * kappa.value):
+        kappa = replace(kappa, dirty_at=now.at)
+    clean = tuple(o for o in kappa.clean if o.at > now.at - _CLEAN_KEPT)
+    if now.at - kappa.dirty_at > _CLEAN_AFTER and now.at - (kappa.since or 0.0) > _YOUNG:
+        clean = (*clean, now)
+    kappa = replace(kappa, clean=clean)
+    requests = sum(o.requests for o in clean)
+    if len(clean) < _CLEAN_AT_LEAST or requests <= _REQUESTS_AT_LEAST or now.at - kappa.changed_at < _PAUSE:
+        return kappa
+    missed = sum(o.missed for o in clean) / requests
+    mean = sum(o.load for o in clean) / len(clean)
+    if missed > 1 - TARGET and mean > 0.6 * kappa.value:
+        lower = max(_LOWEST, 0.95 * kappa.value)
+        return replace(kappa, bad=min(kappa.bad, kappa.value), value=lower, changed_at=now.at, clean=())
+    tested = max(o.load for o in clean) > _TESTED * kappa.value
+    one_less_would = replicas > 1 and now.load * replicas / (replicas - 1) < 1.15 * kappa.value
+    if missed < 0.4 * (1 - TARGET) and (tested or one_less_would):
+        bad = min(1.1, 1.01 * kappa.bad)
+        higher = max(kappa.value, min(1.0, 1.03 * kappa.value, 0.98 * bad))
+        return replace(kappa, bad=bad, value=higher, changed_at=now.at)
+    return kappa
+
+
+_PRIOR = (-1.6, -1.2, -0.9, -0.7, -0.5, -0.3, -0.1, 0.1, 0.3, 0.5, 0.7, 0.9, 1.2, 1.6)
+"""Errors believed before any was seen: so many standard deviations of 15%."""
+_PRIOR_SIGMA = 0.15
+_ERRORS_KEPT = 3600.0
+_ERROR_EVERY = 15.0
+_LEAST, _MOST = 1.05, 1.5
+_QUANTILE, _QUANTILE_LEAST, _QUANTILE_MOST, _QUANTILE_DOWN = 0.80, 0.70, 0.93, 0.04
+_OUTCOMES_KEPT = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """Forecasts made, and arrivals one lead time later as a multiple of them."""
+
+    made: tuple[tuple[float, float], ...] = ()
+    """(when, offered work expected)."""
+    seen: tuple[tuple[float, float], ...] = ()
+    """(when, ratio), of the last hour."""
+    quantile: float = _QUANTILE
+    """Which of the ratios is planned for."""
+    quantile_at: float = -math.inf
+    outcomes: tuple[Outcomes, ...] = ()
+
+    @property
+    def up(self) -> float:
+        """Factor on a forecast for buying."""
+        return self._at(self.quantile)
+
+    @property
+    def down(self) -> float:
+        """Factor on a forecast for selling: a little more careful."""
+        return self._at(min(0.98, self.quantile + _QUANTILE_DOWN))
+
+    def _at(self, quantile: float) -> float:
+        ratios = sorted([ratio for _, ratio in self.seen] + [math.exp(_PRIOR_SIGMA * z) for z in _PRIOR])
+        place = quantile * (len(ratios) - 1)
+        low = math.floor(place)
+        high = min(low + 1, len(ratios) - 1)
+        return min(_MOST, max(_LEAST, ratios[low] + (place - low) * (ratios[high] - ratios[low])))
+
+
+def learn_errors(old: Errors, now: float, expected: float, arriving: float, lead: float) -> Errors:
+    """Compares what arrives with what was expected for now, and remembers what is expected for one lead later."""
+    made, seen = old.made, old.seen
+    due = [forecast for forecast in made if forecast[0] <= now - lead]
+    if due:
+        made = made[len(due) :]
+        if due[-1][1] > 0:
+            seen = (*(s for s in seen if s[0] > now - _ERRORS_KEPT), (now, arriving / due[-1][1]))
+    if not made or now - made[-1][0] >= _ERROR_EVERY - 1e-6:
+        made = (*made, (now, expected))
+    return replace(old, made=made, seen=seen)
+
+
+def learn_quantile(old: Errors, now: Outcomes) -> Errors:
+    """Plans for rarer errors while too many requests miss, for more common ones while hardly any does; once a
+    minute."""
+    outcomes = (*(o for o in old.outcomes if o.at > now.at - _OUTCOMES_KEPT), now)
+    errors = replace(old, outcomes=outcomes)
+    if now.at - old.quantile_at < _PAUSE or now.at - outcomes[0].at < _YOUNG:
+        return errors
+    missed = sum(o.missed for o in outcomes) / max(1.0, sum(o.requests for o in outcomes))
+    quantile = old.quantile
+    if missed > 1 - TARGET:
+        quantile = min(_QUANTILE_MOST, quantile + 0.01)
+    elif missed < 0.3 * (1 - TARGET):
+        quantile = max(_QUANTILE_LEAST, quantile - 0.01)
+    return replace(errors, quantile=quantile, quantile_at=now.at)

@@ -1,0 +1,52 @@
+"""Brings what a step saw together for the computed number of replicas."""
+
+import math
+from dataclasses import replace
+
+from busload_operator.tuning.demand import Cost, cost
+from busload_operator.tuning.observe import Picture
+from busload_operator.tuning.settings import KV_MARGIN
+from busload_operator.tuning.sizing import Plan, Seen, plan
+from busload_operator.tuning.state import State
+from busload_operator.tuning.types import Inputs, Knob, Law
+
+ASSUMED_STARTUP = 60.0
+"""Seconds from asking for a replica to its being ready, until one was measured."""
+
+
+def replica_plan(state: State, inputs: Inputs, picture: Picture, law: Law | None) -> tuple[State, Plan | None]:
+    """The computed number, or None while the law or the lengths are not known, or too few pods speak."""
+    if not picture.majority or law is None or not law.usable or not state.lengths.known:
+        return replace(state, sizing=replace(state.sizing, wants=(), short=0)), None
+    windows = picture.windows
+    each = cost(law, state.lengths)
+    if not each.slope > 0:
+        return state, None
+    scrape = sum(w.end - w.start for w in windows) / len(windows)
+    sizing, made = plan(
+        state.sizing,
+        Seen(
+            now=inputs.now,
+            arrivals=state.arrivals,
+            cost=each,
+            law=law,
+            batch=_largest_batch(state, inputs, picture, law, each),
+            waiting=sum(w.waiting for w in windows) * len(picture.ready) / len(windows),
+            ready=len(picture.ready),
+            replicas=inputs.replicas,
+            lead=(state.startup_seconds or ASSUMED_STARTUP) + scrape,
+            time_to_first_token=inputs.objectives.time_to_first_token,
+            outcomes=None,
+        ),
+    )
+    return replace(state, sizing=sizing), made
+
+
+def _largest_batch(state: State, inputs: Inputs, picture: Picture, law: Law, each: Cost) -> float:
+    """By the inter-token objective, the KV cache at the lengths seen, and bounds; settings follow when they must."""
+    within = (inputs.objectives.inter_token_latency - law.a) / each.slope
+    held = state.lengths.held
+    fits = KV_MARGIN * min(w.kv_tokens for w in picture.windows) / held if held > 0 else math.inf
+    refused = [r.value for r in state.refused if r.knob is Knob.BATCH_SIZE and r.until > inputs.now]
+    allowed = min([inputs.bounds.batch_size.max, *(max(r - 1, inputs.limits.batch_size) for r in refused)])
+    return max(0.0, min(within, fits, float(allowed)))

@@ -1,0 +1,181 @@
+"""How many replicas there should be: offered work over learned capacity, in both directions, with hold times."""
+
+import math
+from dataclasses import dataclass, field, replace
+
+from busload_operator.tuning.demand import Arrivals, Cost, forecast
+from busload_operator.tuning.headroom import Errors, Kappa, Outcomes, learn_errors, learn_kappa, learn_quantile
+from busload_operator.tuning.types import Law
+
+BACKLOG_SECONDS = 120.0
+"""In which a backlog that a new replica can still help with should be gone."""
+UP_WINDOWS = 3
+"""Steps in a row that must ask for more, unless the shortage is plain."""
+PLAIN = 1.25
+"""So many times the replicas there are: no further step is waited for."""
+STILL_THERE = 2.0
+"""So many times what arrived in the last 15 s is bought for at most."""
+DEAD_BAND = 0.1
+"""Of a replica, both ways."""
+YOUNG_SECONDS = 300.0
+"""Without a sale after the first plan."""
+HOLD_ONE = 300.0
+"""For how long one replica less must have been enough; two less: a learned time of 60 to 180 s."""
+HOLD_MOST = 180.0
+HOLD_LEAST = 60.0
+CALM_TO_FORGET = 600.0
+"""Without a purchase after which the learned hold time is halved."""
+_LOAD_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one step knows for sizing. Seconds."""
+
+    now: float
+    arrivals: tuple[Arrivals, ...]
+    cost: Cost
+    law: Law
+    batch: float
+    """The largest batch of a replica that objectives, memory and bounds allow."""
+    waiting: float
+    """Requests, of all pods."""
+    ready: int
+    replicas: int
+    """Asked for; those that start count as present."""
+    lead: float
+    """From asking for a replica to its being ready, and one scrape."""
+    time_to_first_token: float
+    outcomes: Outcomes | None
+    """Since the last step; None: the pods do not count misses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The computed numbers of one step. Work is in replicas that would be busy all the time."""
+
+    up: int
+    """Replicas needed."""
+    buy: bool
+    """More are needed than were asked for, for long enough or plainly."""
+    sell_to: int
+    """Replicas that have been enough for as long as a sale needs; at least what is needed now."""
+    offered: float
+    expected: float
+    """One lead time ahead."""
+    error: float
+    """Factor for the error of forecasts."""
+    capacity: float
+    """Work that one replica may be given."""
+    kappa: float
+    wait: float
+    """Seconds of work that wait, over what the ready replicas do."""
+    backlog: float
+    """Replicas for the backlog."""
+    batch: float
+    lead: float
+    load_after: float
+    """Expected work of each replica after the sale."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """What is remembered from step to step."""
+
+    since: float | None = None
+    errors: Errors = field(default_factory=Errors)
+    kappa: Kappa = field(default_factory=Kappa)
+    wants: tuple[tuple[float, int], ...] = ()
+    """(when, replicas that would have been enough), without a hole."""
+    short: int = 0
+    """Steps in a row that ask for more."""
+    hold: float = HOLD_LEAST
+    bought_at: float = -math.inf
+    sold_at: float = -math.inf
+
+
+def plan(old: Sizing, seen: Seen) -> tuple[Sizing, Plan | None]:
+    """One step further; no plan while too little has arrived to say anything."""
+    offered = forecast(seen.arrivals, seen.cost.work, seen.lead)
+    most = seen.batch * seen.cost.slope / (seen.law.a + seen.batch * seen.cost.slope)
+    if offered is None or not most > 0:
+        return replace(old, wants=(), short=0), None
+    now, n = seen.now, seen.replicas
+    queued = seen.waiting * seen.cost.work
+    wait = queued / max(1e-9, seen.ready * most)
+    late = wait > seen.time_to_first_token / 2
+    sizing = replace(old, since=now if old.since is None else old.since)
+    sizing = _learn(sizing, seen, most, late)
+    capacity = sizing.kappa.value * most
+    expected = offered.expected(n * capacity)
+    errors = learn_errors(sizing.errors, now, expected, offered.short, seen.lead)
+    left = queued + (offered.short - seen.ready * most) * seen.lead
+    bursty = offered.floor is not None
+    backlog = max(0.0, left) / (BACKLOG_SECONDS * most) if late and not bursty else 0.0
+    # A burst that is over is no reason to buy, though the mean of a minute still shows it.
+    lasting = min(expected, STILL_THERE * offered.short)
+    want = offered.floor / most if offered.floor is not None else lasting * errors.up / capacity + backlog
+    stay = want if bursty else expected * errors.down / capacity
+    up = max(1, math.ceil(want - DEAD_BAND))
+    enough = max(up, math.ceil(stay + DEAD_BAND))
+    wants = (*(w for w in sizing.wants if w[0] > now - HOLD_ONE - 60.0), (now, enough))
+    short = sizing.short + 1 if up > n else 0
+    sizing = replace(sizing, errors=errors, wants=wants, short=short)
+    sell_to = _sell_to(sizing, now, n)
+    return sizing, Plan(
+        up=up,
+        buy=up > n and (short >= UP_WINDOWS or want > PLAIN * n or late),
+        sell_to=sell_to,
+        offered=offered.short,
+        expected=expected,
+        error=errors.up,
+        capacity=capacity,
+        kappa=sizing.kappa.value,
+        wait=wait,
+        backlog=backlog,
+        batch=seen.batch,
+        lead=seen.lead,
+        load_after=expected * errors.down / sell_to,
+    )
+
+
+def _learn(sizing: Sizing, seen: Seen, most: float, late: bool) -> Sizing:
+    """The learned share of a replica and quantile of errors, where the pods count missed objectives."""
+    if seen.outcomes is None:
+        return sizing
+    recent = [a for a in seen.arrivals if a.end > seen.now - _LOAD_SECONDS]
+    if not recent:
+        return sizing
+    rate = sum(a.requests for a in recent) / sum(a.end - a.start for a in recent)
+    load = seen.cost.work * rate / max(1, seen.ready) / most
+    outcomes = replace(seen.outcomes, load=load)
+    kappa = learn_kappa(sizing.kappa, outcomes, late, seen.replicas)
+    return replace(sizing, kappa=kappa, errors=learn_quantile(sizing.errors, seen.outcomes))
+
+
+def _sell_to(sizing: Sizing, now: float, replicas: int) -> int:
+    """The replicas that may stay; `replicas` when nothing may be sold yet. N-1 is checked before: `wants` are the
+    numbers that hold the forecast with its error."""
+    if sizing.since is None or now - sizing.since < YOUNG_SECONDS:
+        return replicas
+    hold = max(sizing.hold, HOLD_LEAST)
+    if sizing.wants[0][0] > now - hold:
+        return replicas
+    enough = max(number for at, number in sizing.wants if at >= now - hold)
+    if enough == replicas - 1:
+        if sizing.wants[0][0] > now - HOLD_ONE:
+            return replicas
+        enough = max(number for at, number in sizing.wants if at >= now - HOLD_ONE)
+    return min(enough, replicas)
+
+
+def changed(old: Sizing, now: float, before: int, after: int, lead: float) -> Sizing:
+    """After a decision for so many replicas. A purchase soon after a sale says that the sale was a mistake: from then
+    on what is not needed is held longer."""
+    if after > before:
+        mistake = now - old.sold_at < old.hold + lead
+        hold = min(HOLD_MOST, 2 * old.hold) if mistake else old.hold
+        return replace(old, bought_at=now, hold=hold, wants=(), short=0)
+    calm = now - old.bought_at > CALM_TO_FORGET
+    hold = max(HOLD_LEAST, old.hold / 2) if calm else old.hold
+    return replace(old, sold_at=now, hold=hold)
