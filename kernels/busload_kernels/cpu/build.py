@@ -2,14 +2,17 @@
 
 The library's name holds a key of sources, flags and architecture. It is looked for beside this package (built with the
 wheel or image: `python -m busload_kernels.cpu.build`), then in the user's cache, and built there when missing. Several
-processes that start at once wait for one build; a library appears under its name only when it is whole.
+processes that start at once wait for one build. Behind the library lies its digest: a file that a full disk, a crash or
+a copy has cut or changed would end the process that loads it with a signal, so it is built again instead.
 """
 
 import argparse
 import fcntl
 import os
 import platform
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,6 +37,9 @@ _QUIET = ("-Wno-uninitialized", "-Wno-maybe-uninitialized")
 
 _COMPILERS = ("c++", "g++", "clang++")
 _TIMEOUT_SECONDS = 300
+_WORK_PREFIX = "build-"
+_DIGEST_BYTES = 32
+_LONGEST_OUTPUT = 4000
 
 
 def _flags(name: str, machine: str) -> tuple[str, ...]:
@@ -65,29 +71,40 @@ def library_name() -> str:
 
 
 def cache_directory() -> Path:
-    """`BUSLOAD_CACHE`, else `busload` in the user's cache directory."""
+    """`BUSLOAD_CACHE`, else `busload` in the user's cache directory. Raises `KernelError` for a user without a home."""
     if named := os.environ.get("BUSLOAD_CACHE"):
         return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "busload"
+    if named := os.environ.get("XDG_CACHE_HOME"):
+        return Path(named) / "busload"
+    try:
+        return Path.home() / ".cache" / "busload"
+    except RuntimeError:  # no HOME, and a user id that no passwd file knows: usual in containers
+        raise KernelError(
+            f"the CPU engine is not built for this version, and user {os.getuid()} has no home directory to build it "
+            "in; set BUSLOAD_CACHE to a writable directory, or build it into the image with "
+            "python -m busload_kernels.cpu.build"
+        ) from None
 
 
 def library_path() -> Path:
     """The built library, built now if it is nowhere. Raises `KernelError`."""
     name = library_name()
-    for directory in (PREBUILT, cache_directory()):
-        if (path := directory / name).is_file():
-            return path
+    if _is_whole(path := PREBUILT / name):
+        return path
     return build(cache_directory())
 
 
 def build(directory: Path) -> Path:
-    """Builds the library in `directory` unless it is there. Raises `KernelError`."""
+    """Builds the library in `directory` unless it is there and whole. Raises `KernelError`."""
     target = directory / library_name()
+    if _is_whole(target):  # without the lock: the directory may be read-only
+        return target
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with open(directory / "build.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not target.is_file():
+            if not _is_whole(target):
+                _remove_unfinished(directory)
                 _compile(target)
     except OSError as error:
         raise KernelError(
@@ -97,14 +114,28 @@ def build(directory: Path) -> Path:
     return target
 
 
+def _is_whole(library: Path) -> bool:
+    try:
+        raw = library.read_bytes()
+    except OSError:
+        return False
+    return len(raw) > _DIGEST_BYTES and sha256(raw[:-_DIGEST_BYTES]).digest() == raw[-_DIGEST_BYTES:]
+
+
+def _remove_unfinished(directory: Path) -> None:
+    """What builds that were killed left behind. The caller holds the lock, so none is running."""
+    for left in directory.glob(f"{_WORK_PREFIX}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
 def _compile(target: Path) -> None:
     compiler = _compiler()
     machine = platform.machine()
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as work:
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=_WORK_PREFIX) as work:
 
         def compile_one(source: Path) -> Path:
             out = Path(work) / f"{source.stem}.o"
-            _run(compiler, *_flags(source.name, machine), "-c", str(source), "-o", str(out))
+            _run(work, *compiler, *_flags(source.name, machine), "-c", str(source), "-o", str(out))
             return out
 
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -112,29 +143,72 @@ def _compile(target: Path) -> None:
         whole = Path(work) / target.name
         # The C++ runtime goes in: the image that loads the library need not have one.
         linking = ("-shared", "-pthread", "-static-libstdc++", "-static-libgcc")
-        _run(compiler, *linking, *map(str, objects), "-o", str(whole))
+        _run(work, *compiler, *linking, *map(str, objects), "-o", str(whole))
+        digest = sha256(whole.read_bytes()).digest()
+        with open(whole, "ab") as file:
+            file.write(digest)
+            file.flush()
+            os.fsync(file.fileno())
         whole.rename(target)
 
 
-def _compiler() -> str:
-    for name in filter(None, (os.environ.get("CXX"), *_COMPILERS)):
+def _compiler() -> list[str]:
+    """The compiler and what stands before its own arguments: CXX may be `ccache g++`."""
+    if wanted := os.environ.get("CXX", "").strip():
+        try:
+            words = shlex.split(wanted)
+        except ValueError:  # a quote that is not closed
+            words = []
+        if words and shutil.which(words[0]):
+            return words
+        raise KernelError(
+            f"CXX is {wanted!r:.200}, which is no program here; correct it, or unset it to use {_COMPILERS[0]}"
+        )
+    for name in _COMPILERS:
         if path := shutil.which(name):
-            return path
+            return [path]
     raise KernelError(
-        f"no C++ compiler found (tried CXX, {', '.join(_COMPILERS)}) and the CPU engine is not built for this version; "
+        f"no C++ compiler found (tried {', '.join(_COMPILERS)}) and the CPU engine is not built for this version; "
         "install g++ (Debian, Ubuntu: apt-get install g++), or choose --executor reference"
     )
 
 
-def _run(*command: str) -> None:
+def _run(work: str, *command: str) -> None:
+    """Runs a compiler. Its own temporary files go to `work` too, so that one place has to have room.
+
+    Raises `KernelError` with one line; all that the compiler said goes to standard error.
+    """
+    text = shlex.join(command)
+    environment = {**os.environ, "TMPDIR": work}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TIMEOUT_SECONDS,
+            check=False,
+            env=environment,
+        )
     except subprocess.TimeoutExpired:
-        raise KernelError(f"compiling the CPU engine took over {_TIMEOUT_SECONDS} s: {' '.join(command)}") from None
-    if done.returncode:
-        raise KernelError(f"compiling the CPU engine failed: {' '.join(command)}\n{done.stderr[-4000:]}")
+        raise KernelError(f"compiling the CPU engine took over {_TIMEOUT_SECONDS} s: {text}") from None
+    except OSError as error:
+        raise KernelError(f"cannot run the C++ compiler ({error}): {text}") from None
     if done.stderr:
-        print(done.stderr, file=sys.stderr)
+        print(done.stderr[-_LONGEST_OUTPUT:], file=sys.stderr)
+    if done.returncode:
+        raise KernelError(f"compiling the CPU engine in {work} failed: {_reason(done)}; the command was: {text}")
+
+
+def _reason(done: subprocess.CompletedProcess[str]) -> str:
+    """Why a compiler failed: the line of its output that says most."""
+    if done.returncode < 0:
+        return f"the compiler was killed by {signal.Signals(-done.returncode).name}"
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    if full := next((line for line in lines if "No space left" in line), None):
+        return f"{full[:300]} (set BUSLOAD_CACHE to a directory with 100 MB of room)"
+    telling = [line for line in lines if "error" in line.lower()]
+    return (telling or lines or [f"exit code {done.returncode}"])[0][:300]
 
 
 def main() -> None:

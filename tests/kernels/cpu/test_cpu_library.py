@@ -4,6 +4,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -140,11 +141,102 @@ def test_processes_that_start_at_once_build_once(tmp_path: Path) -> None:
     assert {path.name for path in cache.iterdir()} == {build.library_name(), "build.lock"}
 
 
-def test_a_failed_build_says_why_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "/bin/false")
-    with pytest.raises(KernelError, match="compiling the CPU engine failed: /bin/false"):
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("exit 3", "exit code 3"),
+        ("kill -9 $$", "the compiler was killed by SIGKILL"),
+        ("echo 'In file included from x' >&2; echo 'x.h:1:2: error: no' >&2; exit 1", "x.h:1:2: error: no"),
+        (
+            "echo 'x.o: final close failed: No space left on device' >&2; exit 1",
+            "No space left on device (set BUSLOAD_CACHE",
+        ),
+    ],
+)
+def test_a_failed_build_says_why_and_leaves_nothing(
+    body: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", str(script(tmp_path / "c++", body)))
+    with pytest.raises(KernelError) as caught:
+        build.build(tmp_path / "cache")
+    message = str(caught.value)
+    assert reason in message
+    assert f"the command was: {tmp_path / 'c++'} -std" in message
+    assert "\n" not in message
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["build.lock"]
+
+
+def script(path: Path, body: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+def damage_nothing(path: Path) -> None: ...
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def change(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[2] ^= 1
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("damage", [damage_nothing, cut, change, Path.unlink], ids=lambda damage: damage.__name__)
+def test_a_damaged_library_is_built_again(
+    damage: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loaded, it would end the process with a bus error or worse."""
+    monkeypatch.setenv("CXX", str(script(tmp_path / "c++", FAKE_COMPILER)))
+    (tmp_path / "cache" / "build-killed").mkdir(parents=True)
+    path = build.build(tmp_path / "cache")
+    assert not (tmp_path / "cache" / "build-killed").exists()  # nobody else would ever remove it
+    whole, runs = path.read_bytes(), (tmp_path / "runs").read_text()
+    assert whole.startswith(b"built\n")
+    damage(path)
+    assert build.build(tmp_path / "cache").read_bytes() == whole
+    assert (tmp_path / "runs").read_text() == (runs if damage is damage_nothing else 2 * runs)
+
+
+def test_the_compiler_may_have_arguments_and_writes_to_one_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrapper = f'echo "$1 $TMPDIR" >> {tmp_path}/wrapped; shift; exec "$@"'
+    script(tmp_path / "wrapper", wrapper)
+    script(tmp_path / "c++", FAKE_COMPILER)
+    monkeypatch.setenv("CXX", f"{tmp_path / 'wrapper'} 'an argument' {tmp_path / 'c++'}")
+    build.build(tmp_path / "cache")
+    lines = set((tmp_path / "wrapped").read_text().splitlines())
+    assert len(lines) == 1
+    assert lines.pop().startswith(f"an argument {tmp_path / 'cache' / 'build-'}")
+
+
+@pytest.mark.parametrize("wanted", ["no-such-compiler", "/nowhere/g++ -O2", "'g++"])
+def test_a_compiler_that_was_asked_for_and_is_not_there_is_an_error(
+    wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", wanted)
+    with pytest.raises(KernelError, match=r"^CXX is .*which is no program here; correct it, or unset it"):
         build.build(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["build.lock"]
+
+
+def test_a_user_without_a_home_needs_no_cache_when_it_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "BUSLOAD_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def no_home() -> Path:  # what Path.home does for a user id that is not in passwd
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(build, "PREBUILT", tmp_path)
+    with pytest.raises(KernelError, match=r"user \d+ has no home directory .*; set BUSLOAD_CACHE"):
+        build.library_path()
+    monkeypatch.setenv("CXX", str(script(tmp_path / "c++", FAKE_COMPILER)))
+    build.build(tmp_path)
+    assert build.library_path() == tmp_path / build.library_name()
 
 
 def test_no_compiler_and_no_place_are_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
