@@ -84,8 +84,8 @@ inline F16 times_power_of_two(F16 x, F16 whole) {
     return value;
   });
 }
-// v * 2^whole for whole <= 0
-inline F16 times_small_power(F16 v, F16 whole) { return times_power_of_two(v, max(whole, splat(-126))); }
+// v * 2^whole for whole <= 0. Masked lanes may hold anything, which has no conversion to a whole number in C++.
+inline F16 times_small_power(F16 v, F16 whole) { return times_power_of_two(v, min(max(whole, splat(-126)), splat(0))); }
 inline int32_t sum_int(I16 x) {
   int32_t total = 0;
   for (int32_t value : x.v) total += value;
