@@ -117,6 +117,7 @@ class Observer:
             "hold": hold,
             "decisions": tuner.decisions,
             "in_force": tuner.in_force,
+            "told_law": tuner.told_law,
             "overdue": tuner.overdue,
             "lags": self._lags(tuner),
             "reported": tuner.reported,

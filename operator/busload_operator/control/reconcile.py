@@ -113,8 +113,7 @@ class Reconciler:
         if rejected and rejected.stands(service, self._clock()):
             return rejected.problem, ""
         self._rejected.pop(service.key, None)
-        in_force = tuner.in_force
-        document = LimitsDocument(in_force.generation, in_force.limits)
+        in_force, document = tuner.in_force, tuner.document(service)
         changed = not self._carries(service, document)
         try:
             desired = children(service.parsed, self._runtime, document, in_force.replicas)

@@ -16,12 +16,13 @@ from busload_operator.control.learned import Remembered, identity, stored
 from busload_operator.control.logs import about
 from busload_operator.control.record import Recording
 from busload_operator.control.service import Service
+from busload_operator.control.told_law import ToldLaw
 from busload_operator.resources.initial_limits import initial_limits
 from busload_operator.tuning.feasible import Reported
 from busload_operator.tuning.learned import recall
 from busload_operator.tuning.step import step
 from busload_operator.tuning.types import Bounds, Decision, Inputs, Mode, PodSample, Result, Scaling, Verdict
-from busload_runtime.contract import LIMITS_KEY, Limits, LimitsError, parse_limits
+from busload_runtime.contract import LIMITS_KEY, Limits, LimitsDocument, LimitsError, Pace, StepLaw, parse_limits
 
 log = logging.getLogger(__name__)
 _PATIENCE_SECONDS = 30.0
@@ -49,12 +50,14 @@ class Tuner:
         decisions: list[Object],
         remembered: Remembered,
         clock: Callable[[], float] = time.monotonic,
+        law: StepLaw | None = None,
     ):
         self.key, self.uid = key, uid
         self._clock, self._born = clock, clock()
         self.in_force = in_force
         self.decisions = decisions
         self.remembered = remembered
+        self._told_law = ToldLaw(law, clock)
         self.written = False
         """Whether the children carry `in_force`. Nothing is decided on top of a change that is not written yet."""
         self.runs: dict[str, int] = {}
@@ -82,14 +85,28 @@ class Tuner:
         children = (child if _is_of(child, service) else None for child in (config_map, deployment, learned))
         config_map, deployment, learned = children
         remembered = Remembered(stored(service, learned), identity(service), clock)
-        in_force = _in_force(service, config_map, deployment, status.get("tuned") or {}, remembered)
+        document = _document(service, config_map)
+        in_force = _in_force(service, document, deployment, status.get("tuned") or {}, remembered)
         decisions = [_abandoned(entry, _RESTARTED) for entry in status.get("decisions") or []]
-        return cls(service.key, service.uid, in_force, decisions, remembered, clock)
+        law = document.pace.law if document else None
+        return cls(service.key, service.uid, in_force, decisions, remembered, clock, law)
 
     @property
     def overdue(self) -> bool:
         """Whether observations should have come by now, so that what an earlier process told is out of date."""
         return self._clock() - self._born > _PATIENCE_SECONDS
+
+    def document(self, service: Service) -> LimitsDocument:
+        """What the pods are told. Its generation counts changes of limits alone: a new law or objective waits for the
+        kubelet's next sync of the ConfigMap, about a minute."""
+        objectives = service.objectives
+        pace = Pace(objectives.time_to_first_token, objectives.inter_token_latency, self.told_law)
+        return LimitsDocument(self.in_force.generation, self.in_force.limits, pace=pace)
+
+    @property
+    def told_law(self) -> StepLaw | None:
+        """The step law in the children."""
+        return self._told_law.law
 
     def conform(self, service: Service) -> None:
         """Brings what is in force inside the spec's bounds; in External scaling the spec gives the replicas.
@@ -135,6 +152,8 @@ class Tuner:
         if self.recording is not None and service.is_recorded:
             self.recording.add(before, inputs, self.result, self._state)
         self._tell(self.result)
+        if service.mode is Mode.AUTO:
+            self._told_law.follow(self.result.law)
         replicas = self.result.replicas if service.scaling is Scaling.OBSERVED else self.in_force.replicas
         self._change(self.result.limits, replicas)
 
@@ -146,6 +165,7 @@ class Tuner:
         self.remembered.identity = identity(service)
         self.decisions = [_abandoned(entry, _REPLACED) for entry in self.decisions]
         self._state = recall(self.remembered.learned, self._next_id)
+        self._told_law = ToldLaw(None, self._clock)
         self.reported = None
 
     def _change(self, limits: Limits, replicas: int) -> None:
@@ -188,24 +208,29 @@ def clamp(limits: Limits, bounds: Bounds) -> Limits:
     )
 
 
+def _document(service: Service, config_map: Object | None) -> LimitsDocument | None:
+    """What an earlier process has told the pods, if nobody else has changed it."""
+    text = ((config_map or {}).get("data") or {}).get(LIMITS_KEY)
+    if config_map is None or text is None:
+        return None
+    try:
+        if not wrote(config_map, {"data": {LIMITS_KEY: text}}):
+            raise LimitsError("somebody else has changed them")
+        return parse_limits(text)
+    except LimitsError as error:
+        log.warning("limits of the ConfigMap are not usable (%s); taken from status", error, extra=about(*service.key))
+        return None
+
+
 def _in_force(
-    service: Service, config_map: Object | None, deployment: Object | None, tuned: Object, remembered: Remembered
+    service: Service, document: LimitsDocument | None, deployment: Object | None, tuned: Object, remembered: Remembered
 ) -> InForce:
     replicas = int(tuned.get("replicas") or service.bounds.replicas.min)
     if deployment is not None:
         replicas = int((deployment.get("spec") or {}).get("replicas", replicas))
     known_generation = int(tuned.get("generation") or 0)
-    text = ((config_map or {}).get("data") or {}).get(LIMITS_KEY)
-    if config_map is not None and text is not None:
-        try:
-            if not wrote(config_map, {"data": {LIMITS_KEY: text}}):
-                raise LimitsError("somebody else has changed them")
-            document = parse_limits(text)
-            return InForce(document.default, document.generation, replicas)
-        except LimitsError as error:
-            log.warning(
-                "limits of the ConfigMap are not usable (%s); taken from status", error, extra=about(*service.key)
-            )
+    if document is not None:
+        return InForce(document.default, document.generation, replicas)
     if limits := _limits_of_status(tuned):
         return InForce(limits, known_generation + 1, replicas)
     percent = _first_kv_cache_percent(service, remembered)
