@@ -121,6 +121,10 @@ class State:
     recommended: tuple[Recommended, ...] = ()
     starting: tuple[tuple[str, float | None], ...] = ()
     """Pods that are not ready, and since when they are there; None: not known, or they were ready before."""
+    stepped_at: float | None = None
+    """`Inputs.now` of the last step."""
+    kills: tuple[tuple[str, int], ...] = ()
+    """`PodSample.memory_kills` of the last step."""
     startup_seconds: float | None = None
     """Measured: from a replica's being there to its being ready."""
 

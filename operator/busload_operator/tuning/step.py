@@ -6,10 +6,12 @@ from busload_operator.tuning import words
 from busload_operator.tuning.decide import LOW_SECONDS, decide, overdue_replicas, replicas_meanwhile
 from busload_operator.tuning.diagnose import QUEUE, Diagnosis, diagnose
 from busload_operator.tuning.fit import solve
+from busload_operator.tuning.headroom import Kappa
+from busload_operator.tuning.memory import ask_for_less, follow_kills
 from busload_operator.tuning.need import ASSUMED_STARTUP, replica_plan
 from busload_operator.tuning.observe import SHOWN_SECONDS, Picture, observe, wait_seconds
 from busload_operator.tuning.settings import Candidate, Situation
-from busload_operator.tuning.sizing import Plan, changed
+from busload_operator.tuning.sizing import Plan, Sizing, changed
 from busload_operator.tuning.state import Pending, Phase, Recommended, State, Streak, Usage
 from busload_operator.tuning.types import (
     Bottleneck,
@@ -29,6 +31,8 @@ from busload_operator.tuning.verify import APPLY_SECONDS, RETRY_SECONDS, Judgeme
 from busload_operator.tuning.window import PodWindow, View, view
 from busload_runtime.contract import Limits
 
+LOST_SECONDS = 300.0
+"""Without a step, after which the past says nothing about now."""
 MAX_GAP = 30.0
 """Seconds without sight after which windows in a row, and the record of use, start anew."""
 
@@ -43,19 +47,24 @@ class _Target:
 
 def step(state: State, inputs: Inputs) -> tuple[State, Result]:
     """One look at the service and at most one change. See `Result` for what comes out; bad data never raises."""
+    state, lost = _after_gap(state, inputs)
     state, picture = observe(state, inputs)
+    state, killed = follow_kills(state, inputs)
     law = solve(state.fit)
     state, missed = _follow_phase(state, inputs, picture)
     state, plan = replica_plan(state, inputs, picture, law)
     situation = _situation(state, inputs, picture, law, plan)
     state, target = _in_force(state, inputs)
 
-    closed: tuple[Decision, ...] = ()
+    closed = lost
     if state.pending is not None:
-        state, closed, target = _verify(state, state.pending, inputs, picture, law, missed, target)
+        state, closed, target = _verify(state, state.pending, inputs, picture, law, missed, target, killed)
     hold = _hold(state, inputs, picture, target)
     decision: Decision | None = None
-    if situation is not None and not closed:
+    if killed and inputs.mode is Mode.AUTO and state.restored is None:
+        state, decision, interrupted, target, hold = _less_memory(state, inputs, killed, target, hold)
+        closed += interrupted
+    elif situation is not None and not closed:
         situation = replace(situation, state=state)
         found = decide(situation) if hold is None else _overdue(situation, picture)
         if isinstance(found, str):
@@ -78,6 +87,30 @@ def step(state: State, inputs: Inputs) -> tuple[State, Result]:
         hold=hold if hold is not None or situation is not None else diagnosis.evidence,
     )
     return state, result
+
+
+def _after_gap(state: State, inputs: Inputs) -> tuple[State, tuple[Decision, ...]]:
+    """When the clock went back, or no step was taken for minutes, times and rates of before say nothing about now:
+    only what was learned stays. Also returns the change on trial, which nobody can judge any more."""
+    last = state.stepped_at
+    if last is None or last - 1.0 <= inputs.now <= last + LOST_SECONDS:
+        return replace(state, stepped_at=inputs.now), ()
+    closed: tuple[Decision, ...] = ()
+    if state.pending is not None:
+        text = f"the clock went from {last:.0f} to {inputs.now:.0f} s before it could be judged; it is kept."
+        outcome = replace(state.pending.decision.outcome, verdict=Verdict.INCONCLUSIVE, message=text)
+        closed = (replace(state.pending.decision, outcome=outcome),)
+    learned = State(
+        next_id=state.next_id,
+        fit=state.fit,
+        output_length=state.output_length,
+        lengths=state.lengths,
+        sizing=Sizing(kappa=Kappa(state.sizing.kappa.value, state.sizing.kappa.bad)),
+        kills=state.kills,
+        startup_seconds=state.startup_seconds,
+        stepped_at=inputs.now,
+    )
+    return learned, closed
 
 
 def _follow_phase(state: State, inputs: Inputs, picture: Picture) -> tuple[State, bool]:
@@ -211,6 +244,7 @@ def _verify(
     law: Law | None,
     missed: bool,
     target: _Target,
+    killed: tuple[str, ...],
 ) -> tuple[State, tuple[Decision, ...], _Target]:
     """Follows the change on trial; when it is put back, the old limits are the new target."""
     if inputs.mode is not Mode.AUTO:
@@ -218,7 +252,7 @@ def _verify(
         outcome = replace(pending.decision.outcome, verdict=Verdict.INCONCLUSIVE, message=text)
         judged = Judgement(None, replace(pending.decision, outcome=outcome))
     else:
-        judged = follow(pending, inputs, picture, law, missed)
+        judged = follow(pending, inputs, picture, law, missed, killed)
     state = replace(state, pending=judged.pending)
     if judged.refused is not None:
         kept = tuple(r for r in state.refused if r.until > inputs.now)
@@ -250,6 +284,23 @@ def _hold(state: State, inputs: Inputs, picture: Picture, target: _Target) -> st
     if target != _Target(inputs.limits, inputs.replicas):
         return "The limits or replicas in force are outside spec.bounds and are being moved inside."
     return None
+
+
+def _less_memory(
+    state: State, inputs: Inputs, killed: tuple[str, ...], target: _Target, hold: str | None
+) -> tuple[State, Decision | None, tuple[Decision, ...], _Target, str | None]:
+    """A step down after a kill, whatever else is on trial."""
+    found = ask_for_less(state, inputs, killed)
+    if isinstance(found, str):
+        return state, None, (), target, found
+    interrupted: tuple[Decision, ...] = ()
+    if (pending := state.pending) is not None:
+        text = "a pod was killed for its memory before it could be judged; it is kept."
+        outcome = replace(pending.decision.outcome, verdict=Verdict.INCONCLUSIVE, message=text)
+        interrupted = (replace(pending.decision, outcome=outcome),)
+    after, decision = found
+    assert after.pending is not None, "a decision was made"
+    return after, decision, interrupted, replace(target, limits=after.pending.limits_after), None
 
 
 def _overdue(situation: Situation, picture: Picture) -> Candidate | None:

@@ -51,6 +51,7 @@ class Reason(StrEnum):
     SETTINGS_CANNOT_CLEAR_WAIT = "SettingsCannotClearWait"
     TIME_LIMIT_PASSED = "TimeLimitPassed"
     OFFERED_WORK = "OfferedWork"
+    OUT_OF_MEMORY = "OutOfMemory"
     INTER_TOKEN_OBJECTIVE_MISSED = "InterTokenObjectiveMissed"
     LOW_USE = "LowUse"
 
@@ -111,6 +112,8 @@ class PodSample:
     ready: bool
     problem: str = "no usable answer to the scrape"
     """Why there are no counters."""
+    memory_kills: int = 0
+    """How often the pod had been restarted when its container was last killed for its memory; 0: it was not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,14 +47,19 @@ class Judgement:
     refused: Refused | None = None
 
 
-def follow(pending: Pending, inputs: Inputs, picture: Picture, law: Law | None, missed: bool) -> Judgement:
-    """One step further. `missed`: the wait in this step's windows is over the objective."""
+def follow(
+    pending: Pending, inputs: Inputs, picture: Picture, law: Law | None, missed: bool, killed: tuple[str, ...] = ()
+) -> Judgement:
+    """One step further. `missed`: the wait in this step's windows is over the objective; `killed`: pods that were
+    killed for their memory since the last step."""
     if inputs.limits != pending.limits_after or inputs.replicas != pending.replicas_after:
         if pending.applied_at is None and inputs.now - pending.decision.at <= APPLY_SECONDS:
             return Judgement(pending)
         return _close(pending, Verdict.INCONCLUSIVE, "the values in force were changed from outside")
+    if pending.decision.reason is Reason.OUT_OF_MEMORY:
+        return _follow_less_memory(pending, inputs, picture, killed)
     of_setting = pending.decision.knob is not Knob.REPLICAS and pending.decision.reason is not Reason.LOW_USE
-    if of_setting and (judged := _follow_pods(pending, inputs)) is not None:
+    if of_setting and (judged := _follow_pods(pending, inputs, killed)) is not None:
         return judged
     if pending.applied_at is None:
         return _await(pending, inputs, picture)
@@ -68,12 +73,13 @@ def follow(pending: Pending, inputs: Inputs, picture: Picture, law: Law | None, 
     return _follow_setting(pending, inputs, law)
 
 
-def _follow_pods(pending: Pending, inputs: Inputs) -> Judgement | None:
+def _follow_pods(pending: Pending, inputs: Inputs, killed: tuple[str, ...]) -> Judgement | None:
     """A setting is compared on the pods that ran before it. One that went down after it may have done so because of
     it (a larger batch or KV cache needs memory); one that is gone was replaced, by an update say, and tells nothing."""
     ready = {sample.pod: sample.ready for sample in inputs.pods}
-    if down := [pod for pod in pending.pods if ready.get(pod) is False]:
-        judged = _put_back(pending, inputs, f"{', '.join(down[:3])} stopped being ready after it; it was put back")
+    if down := [pod for pod in pending.pods if ready.get(pod) is False or pod in killed]:
+        what = "was killed for its memory" if set(down) & set(killed) else "stopped being ready"
+        judged = _put_back(pending, inputs, f"{', '.join(down[:3])} {what} after it; it was put back")
         # A pod that goes down costs its requests: nothing in between is tried for a while either.
         refused = Refused(pending.decision.knob, pending.decision.before + 1, inputs.now + RETRY_SECONDS)
         return replace(judged, refused=refused)
@@ -242,6 +248,19 @@ def _close_inter_token(pending: Pending, inputs: Inputs, tokens: float, itl: flo
         return _close(pending, Verdict.INCONCLUSIVE, text, tokens, pending.loaded)
     better = itl <= tau or itl < (1 - BAND) * before
     return _close(pending, Verdict.CONFIRMED if better else Verdict.INCONCLUSIVE, text, tokens, pending.loaded)
+
+
+def _follow_less_memory(pending: Pending, inputs: Inputs, picture: Picture, killed: tuple[str, ...]) -> Judgement:
+    """Right when pods live on; a further kill asks for a further step."""
+    if killed:
+        return _close(pending, Verdict.WORSE, f"{', '.join(killed[:3])} was killed for its memory again")
+    if pending.applied_at is None and picture.complete:
+        pending = replace(pending, applied_at=inputs.now)
+    if pending.applied_at is not None and inputs.now - pending.applied_at >= CALM_SECONDS:
+        return _close(pending, Verdict.CONFIRMED, f"no pod was killed for its memory in {CALM_SECONDS:.0f} s")
+    if inputs.now - pending.decision.at > READY_SECONDS:
+        return _close(pending, Verdict.INCONCLUSIVE, f"not every pod was ready {READY_SECONDS:.0f} s after it")
+    return Judgement(pending)
 
 
 def _follow_bought(pending: Pending, inputs: Inputs, missed: bool) -> Judgement:

@@ -12,6 +12,8 @@ from busload_operator.tuning.types import PodSample
 
 MAX_SCRAPE_AGE = 10.0
 """Seconds after which a sample says nothing about now."""
+MOST_ARRIVALS = 10_000.0
+"""Requests per second that one pod's HTTP process cannot take."""
 MAX_WINDOW = 60.0
 """Seconds; the mean of a longer gap describes the past, so it is skipped."""
 
@@ -186,6 +188,8 @@ def _implausible(window: PodWindow) -> str | None:
         return f"it reports {window.busy_seconds:.1f} busy seconds in {window.seconds:.1f} s"
     if window.batch > 1.05 * max(window.batch_limit, window.running_peak):
         return f"it reports {window.batch:.1f} running requests at a limit of {window.batch_limit:g}"
+    if window.arrived > MOST_ARRIVALS * window.seconds:
+        return f"it reports {window.arrived:g} requests in {window.seconds:.1f} s"
     if window.generated_tokens > 1.05 * (window.step_batch + window.prefill_tokens) + window.batch_limit:
         return f"it reports {window.generated_tokens:g} tokens from {window.step_batch:g} decodes"
     return None
