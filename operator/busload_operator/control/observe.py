@@ -82,6 +82,7 @@ class Observer:
             return  # told by the reconcile; the children stay as they are
         told = self._told(tuner)
         tuner.runs = _generations(samples)
+        tuner.requests = {s.pod: int(s.counters.running + s.counters.waiting) for s in samples if s.counters}
         tuner.reported = _newest_report(pods, looks) or tuner.reported
         tuner.observe(service, samples, self._clock())
         tuner.failure = ""
@@ -96,16 +97,17 @@ class Observer:
 
     async def _look(self, pod: Object) -> "_Look":
         name, address = pod["metadata"]["name"], pod_words.address(pod)
+        kills = pod_words.memory_kills(pod)
         if not address or not pod_words.is_ready(pod):
-            return _Look(PodSample(name, self._clock(), None, ready=False))
+            return _Look(PodSample(name, self._clock(), None, ready=False, memory_kills=kills))
         scrape = await self._scraper.scrape(address)
         at = self._clock()
         if scrape.values is None:
-            return _Look(PodSample(name, at, None, ready=True, problem=scrape.error))
+            return _Look(PodSample(name, at, None, ready=True, problem=scrape.error, memory_kills=kills))
         try:
-            sample = PodSample(name, at, counters_from_samples(scrape.values), ready=True)
+            sample = PodSample(name, at, counters_from_samples(scrape.values), ready=True, memory_kills=kills)
         except CountersError as error:
-            sample = PodSample(name, at, None, ready=True, problem=str(error))
+            sample = PodSample(name, at, None, ready=True, problem=str(error), memory_kills=kills)
         return _Look(sample, reported("the model", scrape.values))
 
     def _told(self, tuner: Tuner) -> Object:

@@ -44,6 +44,19 @@ def address(pod: Object) -> str:
     return str((pod.get("status") or {}).get("podIP") or "")
 
 
+def memory_kills(pod: Object) -> int:
+    """How often its containers had been restarted when one of them was last killed for its memory; 0: the last one
+    that ended, ended otherwise."""
+    kills = 0
+    for container in (pod.get("status") or {}).get("containerStatuses") or []:
+        restarts = int(container.get("restartCount") or 0)
+        now = (container.get("state") or {}).get("terminated")
+        ended = now or (container.get("lastState") or {}).get("terminated") or {}
+        if ended.get("reason") == "OOMKilled":
+            kills += restarts + (now is not None)  # the restart of the one that just ended is not counted yet
+    return kills
+
+
 def trouble(pod: Object) -> tuple[str, str] | None:
     """(reason, message) of a pod that is not ready because something failed; None: it is ready or only starting."""
     if is_ready(pod) or is_leaving(pod):

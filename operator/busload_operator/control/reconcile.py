@@ -10,6 +10,7 @@ from busload_operator.control import status as statuses
 from busload_operator.control.apply import Applier, ForeignObjectError
 from busload_operator.control.cache import Cache
 from busload_operator.control.client import ApiError, Client
+from busload_operator.control.deletion_cost import mark_deletion_cost
 from busload_operator.control.events import Recorder, transitions
 from busload_operator.control.feasible import feasibility
 from busload_operator.control.kinds import CONFIG_MAPS, DEPLOYMENTS, PODS, SERVICES, Key, Object
@@ -119,6 +120,8 @@ class Reconciler:
             desired = children(service.parsed, self._runtime, document, in_force.replicas)
         except ValueError as error:  # a model source that admission would have refused
             return Problem("InvalidSpec", str(error)), ""
+        if in_force.replicas < self._asked_replicas(service.key):
+            await mark_deletion_cost(self._client, self._pods(service.key), tuner.requests)
         try:
             await self._applier.apply(service.live, desired, spared=(learned_config_map_name(service.key.name),))
         except ForeignObjectError as error:
@@ -155,6 +158,11 @@ class Reconciler:
             self._unremembered[service.key] = str(error)
         else:
             self._unremembered.pop(service.key, None)
+
+    def _asked_replicas(self, key: Key) -> int:
+        """What the Deployment asks for now."""
+        deployment = self._cache.get(DEPLOYMENTS, *key)
+        return int(((deployment or {}).get("spec") or {}).get("replicas") or 0)
 
     def _pods(self, key: Key) -> list[Object]:
         return [pod for pod in self._cache.of_service(PODS, key) if is_made_for(pod, key.name)]

@@ -62,6 +62,8 @@ class Tuner:
         """Whether the children carry `in_force`. Nothing is decided on top of a change that is not written yet."""
         self.runs: dict[str, int] = {}
         """Generation of the limits that each pod reported in the last round of scrapes."""
+        self.requests: dict[str, int] = {}
+        """Requests that each pod had under way in the last round of scrapes."""
         self.reported: Reported | None = None
         """What the newest ready pod said about its model and machine."""
         self.recording: Recording | None = None

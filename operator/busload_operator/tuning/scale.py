@@ -112,10 +112,10 @@ def sell(s: Situation) -> Candidate | str | None:
     if after >= n:
         return f"replicas stay at {n}: with fewer the batch would be larger than any that was seen"
     load = plan.load_after * plan.sell_to / after
+    held = HOLD_ONE if after == n - 1 else s.state.sizing.hold
     message = (
-        f"replicas {n} -> {after}: {words.count(after, 'replica')} have been enough for {HOLD_ONE:.0f} s or, two at "
-        f"once, {s.state.sizing.hold:.0f} s; each is expected to be {load:.2f} busy with pure work, of "
-        f"{plan.capacity:.2f} that it may be given."
+        f"replicas {n} -> {after}: for {held:.0f} s no more was needed; each is expected to be {load:.2f} busy with "
+        f"pure work, of {plan.capacity:.2f} that it may be given."
     )
     prediction = Prediction(s.seen.tokens_per_second, 0.0, None, "offered work by the step law")
     return Candidate(Knob.REPLICAS, n, after, Reason.LOW_USE, message, prediction, s.inputs.limits, after)

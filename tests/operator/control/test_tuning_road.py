@@ -13,11 +13,13 @@ from fake_api import FakeApi
 from test_control_status import OBSERVED, decision
 
 from busload_operator.control import tuner as tuners
+from busload_operator.control.deletion_cost import ANNOTATION
 from busload_operator.tuning.counters import SAMPLES
 from busload_operator.tuning.state import State
 from busload_operator.tuning.types import Bottleneck, Inputs, Knob, Outcome, Result, Verdict
 
 Running = Callable[..., Any]
+OOM = {"terminated": {"reason": "OOMKilled", "exitCode": 137}}
 
 
 @dataclass
@@ -272,3 +274,51 @@ async def test_a_broken_core_stops_neither_the_loop_nor_other_work(
         await until(lambda: condition(api, "Tuning").get("reason") == "Observing")
         count = len(script.seen)
         await until(lambda: len(script.seen) > count + 2)
+
+
+async def test_a_kill_reaches_the_core(api: FakeApi, running: Running, runtime: Runtime, script: Script) -> None:
+    async with running(port=runtime.port):
+        await start(api, script)
+        assert script.seen[-1].pods[0].memory_kills == 0
+        await api.put("pods", pod("chat-0", ready=False, containerStatuses=[{"restartCount": 0, "state": OOM}]))
+        await until(lambda: script.seen[-1].pods[0].memory_kills == 1)
+        assert not script.seen[-1].pods[0].ready
+        again = [{"restartCount": 1, "state": {"running": {}}, "lastState": OOM}]
+        await api.put("pods", pod("chat-0", containerStatuses=again))
+        await until(lambda: script.seen[-1].pods[0].ready)
+        assert script.seen[-1].pods[0].memory_kills == 1
+
+
+async def test_pods_have_their_work_as_cost_before_the_deployment_gets_smaller(
+    api: FakeApi, running: Running, runtime: Runtime, script: Script
+) -> None:
+    def two(inputs: Inputs) -> Result:
+        return replace(idle(inputs), replicas=2)
+
+    def one(inputs: Inputs) -> Result:
+        return replace(idle(inputs), replicas=1)
+
+    def replicas() -> int:
+        deployment = api.get("deployments", "demo", "chat")
+        assert deployment
+        return int(deployment["spec"]["replicas"])
+
+    def costs() -> list[str | None]:
+        return [
+            ((api.get("pods", "demo", name) or {})["metadata"].get("annotations") or {}).get(ANNOTATION)
+            for name in ("chat-0", "chat-1")
+        ]
+
+    async with running(port=runtime.port):
+        await start(api, script)
+        script.answer = two
+        await until(lambda: replicas() == 2)
+        await roll_out(api, replicas=2)
+        await until(lambda: len([s for s in script.seen[-1].pods if s.counters]) == 2)
+        assert costs() == [None, None], "not written while nothing goes"
+        script.answer = one
+        await until(lambda: replicas() == 1)
+        assert costs() == ["0", "0"]
+    written = [call.path.partition("?")[0].split("/")[-2] for call in api.writes()]
+    smaller = max(i for i, kind in enumerate(written) if kind == "deployments")
+    assert written[smaller - 2 : smaller] == ["pods", "pods"], "read when it gets smaller"
