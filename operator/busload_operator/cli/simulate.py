@@ -92,6 +92,24 @@ def command(
     max_queued_requests: Annotated[
         int | None, typer.Option(rich_help_panel=_SERVICE, help="Per pod; one more is refused.")
     ] = None,
+    order: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=_SERVICE,
+            help="Who waits is admitted fifo, or late-last: those whose first token comes too late anyway behind the "
+            "others.",
+            show_default="late-last for tuner, settings, clairvoyant; else fifo",
+        ),
+    ] = "",
+    time_budget: Annotated[
+        bool | None,
+        typer.Option(
+            "--time-budget/--no-time-budget",
+            rich_help_panel=_SERVICE,
+            help="Prompts beside decodes get only what the inter-token objective leaves time for, by the step law.",
+            show_default="on for tuner, settings, clairvoyant; else off",
+        ),
+    ] = None,
     policy: Annotated[
         list[str] | None,
         typer.Option(
@@ -182,6 +200,8 @@ def command(
         kv_cache_percent=kv_cache_percent,
         max_sequence_length=max_sequence_length,
         max_queued_requests=max_queued_requests,
+        order=order,
+        time_budget=time_budget,
         router=router,
         startup=startup,
         scrape=scrape,

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import aiohttp
@@ -10,11 +10,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from busload_operator.control import metrics
 from busload_operator.resources.service import PORT
-from busload_operator.tuning.counters import SAMPLES
+from busload_operator.tuning.counters import OPTIONAL_SAMPLES, SAMPLES
 from busload_operator.tuning.feasible import FACT_SAMPLES
 
 Values = dict[str, float]
-"""Sample name -> value, summed over the labels of a name."""
+"""Sample name -> value, summed over the labels of a name; `name{label="value"}` -> value of that series."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Scraper:
         max_bytes: int = 1 << 18,
         concurrency: int = 32,
         port: int = PORT,
-        wanted: Collection[str] = frozenset(SAMPLES.values()).union(FACT_SAMPLES),
+        wanted: Collection[str] = frozenset(SAMPLES.values()).union(OPTIONAL_SAMPLES.values(), FACT_SAMPLES),
     ):
         self._wanted = wanted
         self._timeout, self._max_bytes, self._port = timeout, max_bytes, port
@@ -88,7 +88,8 @@ def parse(text: str, wanted: Collection[str]) -> Values:
     if not text.endswith("\n"):
         raise ValueError("the text ends in the middle of a line")
     # The parser takes 50 microseconds a line, in the event loop: it must not see the hundreds nobody needs.
-    lines = [line for line in text.splitlines() if _sample_name(line) in wanted]
+    names = {_sample_name(series) for series in wanted}
+    lines = [line for line in text.splitlines() if _sample_name(line) in names]
     if not lines:
         raise ValueError("it holds none of the metrics of a busload runtime")
     values: Values = {}
@@ -100,7 +101,13 @@ def parse(text: str, wanted: Collection[str]) -> Values:
                 raise ValueError(f"{sample.name} is there twice with the same labels")
             seen.add(series)
             values[sample.name] = values.get(sample.name, 0.0) + float(sample.value)
+            if sample.labels and (name := _series_name(sample.name, sample.labels)) in wanted:
+                values[name] = float(sample.value)
     return {name: value for name, value in values.items() if math.isfinite(value)}
+
+
+def _series_name(name: str, labels: Mapping[str, str]) -> str:
+    return name + "{" + ",".join(f'{label}="{value}"' for label, value in sorted(labels.items())) + "}"
 
 
 def _sample_name(line: str) -> str:

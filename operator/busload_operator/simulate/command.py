@@ -20,6 +20,7 @@ from busload_operator.tuning import Bounds, Objectives, Range
 from busload_runtime.contract import LimitsDocument, LimitsError, parse_limits
 
 _MINUTES = 60.0
+_ORDERS = {"": None, "fifo": False, "late-last": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,8 @@ class Options:
     kv_cache_percent: int | None
     max_sequence_length: int | None
     max_queued_requests: int | None
+    order: str
+    time_budget: bool | None
     router: str
     startup: float
     scrape: float
@@ -165,6 +168,8 @@ def make_setup(options: Options) -> Setup:
     hardware = _hardware(options)
     if options.router not in set(Router):
         raise SetupError(f"--router {options.router!r} is unknown; known are {', '.join(Router)}")
+    if options.order not in _ORDERS:
+        raise SetupError(f"--order {options.order!r} is unknown; known are {', '.join(filter(None, _ORDERS))}")
     limits = replace(
         hardware.limits,
         **{
@@ -200,6 +205,8 @@ def make_setup(options: Options) -> Setup:
         objectives=Objectives(hardware.time_to_first_token, hardware.inter_token_latency),
         replicas=options.replicas,
         router=Router(options.router),
+        late_last=_ORDERS[options.order],
+        time_budget=options.time_budget,
         startup=options.startup,
         scrape=options.scrape,
         scrape_delay=options.scrape_delay,

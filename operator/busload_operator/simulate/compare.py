@@ -40,7 +40,7 @@ def run(name: str, load: Sequence[Arrival], setup: Setup, target: float, progres
     """One policy by its name in `POLICIES`. Raises `SetupError` for an unknown name or argument."""
     if name == "static:best":
         return _best_static(load, setup, target, progress)
-    setup, policy = _policy(name, load, setup)
+    setup, policy = _policy(name, load, _paced(name, setup))
     outcome = simulate(load, setup, policy, lambda share: progress(name, share))
     return Entry(summarise(name, outcome), outcome)
 
@@ -49,6 +49,15 @@ def check(name: str, load: Sequence[Arrival], setup: Setup) -> None:
     """Raises the `SetupError` that `run` would, without running."""
     if name != "static:best":
         _policy(name, load, setup)
+
+
+def _paced(name: str, setup: Setup) -> Setup:
+    """Pods aim at the objectives where nothing else is asked for and the policy is one that tells them: the tuner, and
+    the limit that it is compared with. A rule that only counts replicas tells them nothing."""
+    tells = name in ("tuner", "settings", "clairvoyant")
+    late_last = tells if setup.late_last is None else setup.late_last
+    time_budget = tells if setup.time_budget is None else setup.time_budget
+    return replace(setup, late_last=late_last, time_budget=time_budget)
 
 
 def _policy(name: str, load: Sequence[Arrival], setup: Setup) -> tuple[Setup, Policy]:

@@ -7,8 +7,8 @@ from enum import StrEnum
 from busload_operator.simulate.hardware import Hardware, SetupError
 from busload_operator.simulate.replica import Job, Replica
 from busload_operator.tuning import Counters, PodSample
-from busload_operator.tuning.counters import CUMULATIVE
-from busload_runtime.contract import Limits
+from busload_operator.tuning.counters import CUMULATIVE, OPTIONAL_SAMPLES
+from busload_runtime.contract import Limits, Pace
 
 
 class Router(StrEnum):
@@ -59,9 +59,16 @@ class Fleet:
     """Time only moves forward: call with rising `now`. `lost` gathers jobs that ended without a pod to finish them."""
 
     def __init__(
-        self, hardware: Hardware, limits: Limits, replicas: int, router: Router, startup: float, seed: int
+        self,
+        hardware: Hardware,
+        limits: Limits,
+        replicas: int,
+        router: Router,
+        startup: float,
+        seed: int,
+        pace: Pace = Pace(),
     ) -> None:
-        self.limits, self.generation = limits, 1
+        self.limits, self.generation, self._pace = limits, 1, pace
         self._hardware, self._startup, self._seed = hardware, startup, seed
         self._pick = _ROUTERS[router]
         self._made = 0
@@ -175,7 +182,8 @@ class Fleet:
     def _start(self, now: float, startup: float) -> None:
         self._made += 1
         name = f"pod-{self._made}"
-        pod = Replica(name, self._hardware, self.limits, self.generation, now, now + startup, self._seed)
+        ready_at = now + startup
+        pod = Replica(name, self._hardware, self.limits, self.generation, now, ready_at, self._seed, self._pace)
         self.pods.append(pod)
 
     def _retire(self, pod: Replica, now: float) -> None:
@@ -196,7 +204,8 @@ class _Disturbance:
 
 def _since(base: Counters, counters: Counters) -> Counters:
     """The counters as if they had started at `base`; levels and the clock stay."""
-    return replace(counters, **{n: getattr(counters, n) - getattr(base, n) for n in CUMULATIVE if n != "clock"})
+    counted = [name for name in (*CUMULATIVE, *OPTIONAL_SAMPLES) if name != "clock"]
+    return replace(counters, **{name: getattr(counters, name) - getattr(base, name) for name in counted})
 
 
 def _least_requests(ready: Sequence[Replica], turn: int, now: float) -> Replica:

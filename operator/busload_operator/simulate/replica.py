@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from busload_operator.simulate.hardware import Hardware, Noise, SetupError
 from busload_operator.simulate.workload import Arrival, prompt_tokens
 from busload_operator.tuning import Counters
-from busload_runtime.contract import Limits
+from busload_operator.tuning.counters import OPTIONAL_SAMPLES
+from busload_runtime.contract import Limits, Pace
 from busload_runtime.engine.plan import Plan, Sampled
 from busload_runtime.engine.request import Output, Request
 from busload_runtime.engine.scheduler import RequestRefused, Scheduler
@@ -60,12 +61,19 @@ class _Sums:
     queue_seconds: float = 0.0
     kv_token_seconds: float = 0.0
     arrived: int = 0
+    prompt_tokens_arrived: int = 0
     ttft_sum: float = 0.0
     ttft_count: int = 0
     itl_sum: float = 0.0
     itl_count: int = 0
     output_tokens: int = 0
     finished: int = 0
+    finished_prompt_tokens: int = 0
+    finished_kv_token_steps: float = 0.0
+    ttft_judged: int = 0
+    ttft_missed: int = 0
+    itl_judged: int = 0
+    itl_missed: int = 0
 
 
 class Replica:
@@ -75,7 +83,15 @@ class Replica:
     """
 
     def __init__(
-        self, name: str, hardware: Hardware, limits: Limits, generation: int, created: float, ready_at: float, seed: int
+        self,
+        name: str,
+        hardware: Hardware,
+        limits: Limits,
+        generation: int,
+        created: float,
+        ready_at: float,
+        seed: int,
+        pace: Pace = Pace(),
     ) -> None:
         self.name, self.created, self.ready_at = name, created, ready_at
         self.draining_since: float | None = None
@@ -84,13 +100,14 @@ class Replica:
         self.finished: list[Job] = []
         self.assigned = 0
         """Requests that were routed here."""
-        self._hardware = hardware
+        self._hardware, self._pace = hardware, pace
         self._noise = Noise(seed, name, hardware.noise, hardware.drift)
         self._start(limits, generation)
 
     def _start(self, limits: Limits, generation: int) -> None:
         """The process as it is when it becomes ready."""
-        self._scheduler = Scheduler(limits, self._hardware.block_size, self._hardware.num_blocks(limits))
+        blocks = self._hardware.num_blocks(limits)
+        self._scheduler = Scheduler(limits, self._hardware.block_size, blocks, self._pace)
         self.limits, self.generation = limits, generation
         self._next_limits: tuple[int, Limits] | None = None
         self._jobs: dict[int, Job] = {}
@@ -139,6 +156,7 @@ class Replica:
             job.failed = reason
             return
         self._sums.arrived += 1
+        self._sums.prompt_tokens_arrived += job.arrival.prompt
         self._jobs[job.request_id] = job
         self._inbox.append(job)
         self._wake(now)
@@ -209,6 +227,7 @@ class Replica:
             batch_size=limits.batch_size,
             kv_cache_percent=limits.kv_cache_percent,
             token_budget=limits.token_budget,
+            **{name: float(getattr(sums, name)) for name in OPTIONAL_SAMPLES},
         )
 
     # How steps go.
@@ -306,6 +325,9 @@ class Replica:
                 job.first = end
                 sums.ttft_sum += end - job.arrival.at
                 sums.ttft_count += 1
+                if (objective := self._pace.time_to_first_token) is not None:
+                    sums.ttft_judged += 1
+                    sums.ttft_missed += end - job.arrival.at > objective
             elif job.last == start:
                 going_on += 1
             else:  # it was preempted in between
@@ -377,9 +399,18 @@ class Replica:
             job.failed = "pool_too_small"
         elif job.output < job.arrival.output:
             job.failed = "cut_short"
-        self._sums.output_tokens += job.output
-        self._sums.finished += 1
+        self._count_finished(job)
         self._leave(job)
+
+    def _count_finished(self, job: Job) -> None:
+        sums, prompt, output = self._sums, job.arrival.prompt, job.output
+        sums.output_tokens += output
+        sums.finished += 1
+        sums.finished_prompt_tokens += prompt
+        sums.finished_kv_token_steps += output * (prompt + output / 2)
+        if output > 1 and (objective := self._pace.inter_token_latency) is not None:
+            sums.itl_judged += 1
+            sums.itl_missed += job.time_per_output_token > objective
 
     def _leave(self, job: Job) -> None:
         del self._jobs[job.request_id]

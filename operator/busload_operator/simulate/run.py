@@ -14,7 +14,7 @@ from busload_operator.simulate.policy import Action, Look, Policy, Tuner
 from busload_operator.simulate.replica import Job
 from busload_operator.simulate.workload import Arrival
 from busload_operator.tuning import Bounds, Decision, Objectives, PodSample
-from busload_runtime.contract import Limits
+from busload_runtime.contract import Limits, Pace, StepLaw
 
 _FINISH_SECONDS = 60.0
 """Over which the finish rate of the timeline is taken."""
@@ -42,6 +42,12 @@ class Setup:
     tail: float = 900.0
     """After the last arrival, for what is still under way."""
     faults: tuple[Fault, ...] = ()
+    late_last: bool | None = None
+    """Whether pods put requests whose first token is late anyway behind the others, instead of first come, first
+    served. None: as the policy has it (`compare.run`), else not."""
+    time_budget: bool | None = None
+    """Whether pods bound a step's prompt tokens by the inter-token objective, beside the token budget. None: the same.
+    """
     seed: int = 1
 
     def __post_init__(self) -> None:
@@ -53,6 +59,16 @@ class Setup:
         if not allowed.min <= self.replicas <= allowed.max:
             raise SetupError(f"replicas: {self.replicas} is outside the bounds {allowed.min} to {allowed.max}")
         self.hardware.num_blocks(self.limits)
+
+    @property
+    def pace(self) -> Pace:
+        """What pods are told: the true law, as an operator knows it that has observed for a while."""
+        law, objectives = self.hardware.law, self.objectives
+        return Pace(
+            objectives.time_to_first_token if self.late_last else None,
+            objectives.inter_token_latency if self.time_budget else None,
+            StepLaw(law.a, law.b, law.c, law.d),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +125,9 @@ class _Run:
         self, load: Sequence[Arrival], setup: Setup, policy: Policy, progress: Callable[[float], None]
     ) -> None:
         self._load, self._setup, self._policy, self._progress = load, setup, policy, progress
-        self._fleet = Fleet(setup.hardware, setup.limits, setup.replicas, setup.router, setup.startup, setup.seed)
+        self._fleet = Fleet(
+            setup.hardware, setup.limits, setup.replicas, setup.router, setup.startup, setup.seed, setup.pace
+        )
         self._limits, self._generation, self._replicas = setup.limits, 1, setup.replicas
         self._events: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
         self._scheduled = 0

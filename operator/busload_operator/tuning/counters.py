@@ -1,7 +1,7 @@
 """One pod's counters, taken from its parsed `/metrics`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 
 class CountersError(ValueError):
@@ -12,7 +12,8 @@ class CountersError(ValueError):
 class Counters:
     """One snapshot of one engine. Values are as scraped: they may be NaN or lie, `window` judges them.
 
-    All but the levels (`LEVELS`) only grow while the engine process lives.
+    All but the levels (`LEVELS`) only grow while the engine process lives. Those at the end are None where a pod, being
+    of an earlier version, does not export them: unknown, which is not zero.
     """
 
     clock: float
@@ -48,6 +49,18 @@ class Counters:
     batch_size: float
     kv_cache_percent: float
     token_budget: float
+    prompt_tokens_arrived: float | None = None
+    finished_prompt_tokens: float | None = None
+    """Prompt tokens P of the requests that `finished` counts."""
+    finished_kv_token_steps: float | None = None
+    """Sum of D*(P+D/2) over them, D their output tokens: divided by the sum of D, the KV tokens that a mean decode
+    reads."""
+    ttft_judged: float | None = None
+    """Requests whose time to first token was compared with the objective the pod was told; `ttft_missed` were over."""
+    ttft_missed: float | None = None
+    itl_judged: float | None = None
+    """The same for the mean time between a request's tokens."""
+    itl_missed: float | None = None
 
 
 # Field of Counters -> sample name in the exposition format.
@@ -82,6 +95,17 @@ SAMPLES: dict[str, str] = {
     "token_budget": "busload_limit_token_budget",
 }
 
+# What a pod may lack.
+OPTIONAL_SAMPLES: dict[str, str] = {
+    "prompt_tokens_arrived": "busload_prompt_tokens_arrived_total",
+    "finished_prompt_tokens": "busload_finished_prompt_tokens_total",
+    "finished_kv_token_steps": "busload_finished_kv_token_steps_total",
+    "ttft_judged": 'busload_objective_requests_total{objective="time_to_first_token"}',
+    "ttft_missed": 'busload_objective_misses_total{objective="time_to_first_token"}',
+    "itl_judged": 'busload_objective_requests_total{objective="inter_token_latency"}',
+    "itl_missed": 'busload_objective_misses_total{objective="inter_token_latency"}',
+}
+
 # The levels: everything else is cumulative and must not fall.
 LEVELS = frozenset(
     {
@@ -97,11 +121,12 @@ LEVELS = frozenset(
         "token_budget",
     }
 )
-CUMULATIVE = tuple(f.name for f in fields(Counters) if f.name not in LEVELS)
+CUMULATIVE = tuple(name for name in SAMPLES if name not in LEVELS)
 
 
 def counters_from_samples(samples: Mapping[str, float]) -> Counters:
-    """Counters from sample name -> value, as in the Prometheus text (label sets of one name already summed).
+    """Counters from sample name -> value, as in the Prometheus text (label sets of one name already summed, beside the
+    single series whose names carry labels).
 
     Samples that are not needed are ignored. Raises `CountersError` naming every needed sample that is missing.
     """
@@ -109,4 +134,5 @@ def counters_from_samples(samples: Mapping[str, float]) -> Counters:
         raise CountersError(
             f"/metrics lacks {', '.join(missing)}: is the pod a busload runtime of the operator's version?"
         )
-    return Counters(**{field: float(samples[name]) for field, name in SAMPLES.items()})
+    found = SAMPLES | {field: name for field, name in OPTIONAL_SAMPLES.items() if name in samples}
+    return Counters(**{field: float(samples[name]) for field, name in found.items()})

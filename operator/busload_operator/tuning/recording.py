@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from busload_operator.tuning.codec import CodecError, decode, dumps, encode
-from busload_operator.tuning.counters import Counters
+from busload_operator.tuning.counters import OPTIONAL_SAMPLES, SAMPLES, Counters
 from busload_operator.tuning.state import State
 from busload_operator.tuning.step import step
 from busload_operator.tuning.types import Inputs, PodSample, Result
@@ -127,10 +127,10 @@ def _start(body: dict[str, Any], where: str) -> _Part:
         found = f"{body.get('busload')!r:.40} of version {body.get('version')!r:.20}"
         raise RecordingError(f"{where}: is {found}; this busload reads recordings of version {VERSION}")
     names = body.get("counters")
-    if not isinstance(names, list) or set(names) != set(_COUNTERS) or len(names) != len(_COUNTERS):
+    if not isinstance(names, list) or not set(SAMPLES) <= set(names) <= set(_COUNTERS) or len(names) > len(set(names)):
         raise RecordingError(
-            f"{where}: counters are {names!r:.80}; must be {', '.join(_COUNTERS)}: replay with the version that "
-            "recorded it"
+            f"{where}: counters are {names!r:.80}; must be {', '.join(SAMPLES)}, and may be "
+            f"{', '.join(OPTIONAL_SAMPLES)}: replay with the version that recorded it"
         )
     try:
         return _Part(

@@ -5,9 +5,9 @@ A pod that is silent, stands still or reports what cannot be true is set aside b
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from busload_operator.tuning.counters import CUMULATIVE, SAMPLES, Counters
+from busload_operator.tuning.counters import CUMULATIVE, OPTIONAL_SAMPLES, SAMPLES, Counters
 from busload_operator.tuning.types import PodSample
 
 MAX_SCRAPE_AGE = 10.0
@@ -130,10 +130,10 @@ def read(base: Base | None, sample: PodSample, now: float) -> Reading:
 
 
 def _impossible_level(counters: Counters) -> str | None:
-    for field in fields(counters):
-        value = getattr(counters, field.name)
-        if not math.isfinite(value) or value < 0:
-            return f"{SAMPLES[field.name]} is {value:g}, which cannot be"
+    for name, sample in (SAMPLES | OPTIONAL_SAMPLES).items():
+        value = getattr(counters, name)
+        if value is not None and (not math.isfinite(value) or value < 0):
+            return f"{sample} is {value:g}, which cannot be"
     if counters.kv_blocks_free > counters.kv_blocks:
         return f"{counters.kv_blocks_free:g} KV blocks are free of {counters.kv_blocks:g}, which cannot be"
     if counters.batch_size < 1:

@@ -161,6 +161,11 @@ def test_a_metric_that_is_not_a_number_is_missing() -> None:
     assert parse("a NaN\nb 1\nc +Inf\nd -Inf\ne 1e999\n", frozenset("abcde")) == {"b": 1.0}
 
 
+def test_a_series_that_is_wanted_by_its_labels_stands_beside_the_sum() -> None:
+    text = 'a{x="1",y="2"} 3\na{y="3",x="1"} 4\nb{x="1"} 5\n'
+    assert parse(text, {'a{x="1",y="2"}', "b"}) == {"a": 7.0, 'a{x="1",y="2"}': 3.0, "b": 5.0}
+
+
 def test_lines_that_nobody_needs_are_not_parsed() -> None:
     assert parse('other{x="unclosed\na 1\n{}\n\n', {"a"}) == {"a": 1.0}
 

@@ -30,6 +30,24 @@ def test_a_table_of_policies_and_their_decisions(tmp_path: Path) -> None:
     assert "s simulated in" in result.stderr
 
 
+def test_order_and_time_budget_are_the_policys_unless_given() -> None:
+    """Bursts on too few pods: what is lost is lost, and what can still be served is served."""
+    burst = ("--load", "flat:6", "--cv", "4", "--hardware", "cpu", "--lengths", "300:20", "--minutes", "1")
+
+    def inside(*arguments: str) -> list[float]:
+        result = simulate(*burst, "--replicas", "1", "--json", "-", *arguments)
+        assert result.exit_code == 0, result.output
+        return [policy["inside"] for policy in json.loads(result.stdout)["policies"]]
+
+    both, plain = ("--order", "late-last", "--time-budget"), ("--order", "fifo", "--no-time-budget")
+    settings, static = inside("-p", "settings", "-p", "static:1")
+    assert settings == inside("-p", "settings", *both)[0] != inside("-p", "settings", *plain)[0]
+    assert static == inside("-p", "static:1", *plain)[0]
+    order, budget = inside("-p", "static:1", *both[:2])[0], inside("-p", "static:1", *both[2:])[0]
+    assert static not in (order, budget)
+    assert inside("-p", "static:1", *both)[0] > max(static, budget) + 0.1
+
+
 def test_json_has_every_number_and_is_the_same_each_time(tmp_path: Path) -> None:
     arguments = ("-p", "tuner", "--batch-size", "2", "--max-batch-size", "64", "--json", "-")
     first, second = simulate(*arguments).stdout, simulate(*arguments).stdout
@@ -87,6 +105,7 @@ def test_plots(tmp_path: Path, suffix: str, magic: bytes) -> None:
         (("--batch-size", "512", "--token-budget", "100"), "tokenBudget 100 is below batchSize 512"),
         (("--kv-tokens", "1000"), "less than one sequence of maxSequenceLength 16384"),
         (("--min-replicas", "4"), "replicas: 2 is outside the bounds 4 to 12"),
+        (("--order", "lifo"), "--order 'lifo' is unknown; known are fifo, late-last"),
         (("--router", "fast"), "--router 'fast' is unknown; known are least-requests"),
         (("--fault", "fire:0@1"), "fault 'fire:0@1': expected KIND:POD@AT+SECONDS"),
         (("--jobs", "0"), "--jobs 0 must be at least 1"),

@@ -15,7 +15,8 @@ from simulate_helpers import hardware
 from busload_operator.simulate.hardware import StepLaw
 from busload_operator.simulate.replica import Job, Replica
 from busload_operator.simulate.workload import Arrival
-from busload_runtime.contract import Limits
+from busload_runtime import contract
+from busload_runtime.contract import Limits, Pace
 from busload_runtime.engine.loop import Engine
 from busload_runtime.engine.memory import Budget, MemoryPlan
 from busload_runtime.engine.messages import Stats, Submit
@@ -74,12 +75,12 @@ class LawExecutor:
 
 
 def engine_run(
-    load: list[Arrival], limits: Limits, blocks: int, changes: dict[int, Limits]
+    load: list[Arrival], limits: Limits, blocks: int, changes: dict[int, Limits], pace: Pace
 ) -> tuple[list[list[float]], Stats]:
     """Times of each request's tokens, and what the engine reports in the end."""
     executor = LawExecutor()
     memory = MemoryPlan(Budget(blocks, "test"), 0, 0, BLOCK, 1, 1 << 20, executor.activation_bytes)
-    engine = Engine(executor, memory, limits, executor.clock)
+    engine = Engine(executor, memory, limits, executor.clock, pace)
     tokens: list[list[float]] = [[] for _ in load]
     waiting = list(enumerate(load))
     while waiting or engine.has_work:
@@ -89,7 +90,7 @@ def engine_run(
             index, arrival = waiting.pop(0)
             executor.prompts[index] = arrival.prompt
             if index in changes:
-                assert engine.apply(changes[index]) == []
+                assert engine.apply(changes[index], pace) == []
             # Unlike any other prompt from its first token on.
             message = Submit(index, [100 + index] * arrival.prompt, arrival.output, submitted_at=arrival.at)
             assert engine.submit(message) == []
@@ -107,6 +108,12 @@ def engine_run(
     batch=st.integers(1, 6),
     budget=st.integers(16, 200),
     changes=st.dictionaries(st.integers(1, 11), st.tuples(st.integers(1, 6), st.integers(16, 200)), max_size=2),
+    pace=st.builds(
+        Pace,
+        st.none() | st.floats(0.05, 5.0),
+        st.none() | st.floats(0.005, 0.1),
+        st.just(contract.StepLaw(LAW.a, LAW.b, LAW.c, LAW.d)),
+    ),
 )
 def test_a_simulated_pod_is_the_engine(
     load: list[tuple[float, int, int]],
@@ -114,6 +121,7 @@ def test_a_simulated_pod_is_the_engine(
     batch: int,
     budget: int,
     changes: dict[int, tuple[int, int]],
+    pace: Pace,
 ) -> None:
     limits = Limits(256, batch, 100, budget, 1000, 1_000_000)
     arrivals, now = [], 0.001
@@ -121,9 +129,9 @@ def test_a_simulated_pod_is_the_engine(
         arrivals.append(Arrival(now, prompt, output))
         now += gap
     changed = {index: replace(limits, batch_size=b, token_budget=t) for index, (b, t) in changes.items()}
-    tokens, stats = engine_run(arrivals, limits, blocks, changed)
+    tokens, stats = engine_run(arrivals, limits, blocks, changed, pace)
 
-    replica = Replica("pod-1", hardware(LAW, kv_tokens=blocks * BLOCK), limits, 1, 0.0, 0.0, seed=1)
+    replica = Replica("pod-1", hardware(LAW, kv_tokens=blocks * BLOCK), limits, 1, 0.0, 0.0, 1, pace)
     jobs = []
     for index, arrival in enumerate(arrivals):
         if index in changed:

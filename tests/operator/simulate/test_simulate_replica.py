@@ -10,7 +10,8 @@ from busload_operator.simulate.hardware import HARDWARE, Hardware, SetupError, S
 from busload_operator.simulate.replica import Job, Replica
 from busload_operator.simulate.workload import Arrival
 from busload_operator.tuning.counters import CUMULATIVE
-from busload_runtime.contract import Limits
+from busload_runtime import contract
+from busload_runtime.contract import Limits, Pace
 from busload_runtime.engine.scheduler import Scheduler
 
 SMALL = Limits(400, 4, 100, 64, 1000, 1_000_000)
@@ -22,8 +23,8 @@ def hardware(kv_tokens: int = 1600, noise: float = 0.15, law: StepLaw = LAW) -> 
     return replace(HARDWARE["cpu"], law=law, kv_tokens=kv_tokens, limits=SMALL, noise=noise, drift=drift, block_size=16)
 
 
-def pod(machine: Hardware, limits: Limits = SMALL) -> Replica:
-    return Replica("pod-1", machine, limits, 1, 0.0, 0.0, seed=3)
+def pod(machine: Hardware, limits: Limits = SMALL, pace: Pace = Pace()) -> Replica:
+    return Replica("pod-1", machine, limits, 1, 0.0, 0.0, 3, pace)
 
 
 arrivals = st.lists(
@@ -83,6 +84,8 @@ def drive(
     ),
     scrape=st.floats(0.05, 3.0),
     noise=st.sampled_from([0.0, 0.15]),
+    late_after=st.none() | st.floats(0.05, 20.0),
+    token_gap=st.none() | st.floats(0.005, 0.1),
 )
 def test_skipping_ahead_equals_stepping_one_by_one(
     load: list[tuple[float, int, int, bool]],
@@ -90,12 +93,15 @@ def test_skipping_ahead_equals_stepping_one_by_one(
     changes: dict[int, Limits],
     scrape: float,
     noise: float,
+    late_after: float | None,
+    token_gap: float | None,
 ) -> None:
     machine = hardware(kv_tokens, noise)
-    fast = drive(pod(machine), load, changes, scrape)
+    pace = Pace(late_after, token_gap, contract.StepLaw(LAW.a, LAW.b, LAW.c, LAW.d))
+    fast = drive(pod(machine, pace=pace), load, changes, scrape)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Scheduler, "decode_steps", lambda self, most, now: 0)
-        slow = drive(pod(machine), load, changes, scrape)
+        slow = drive(pod(machine, pace=pace), load, changes, scrape)
     assert fast == slow
 
 
@@ -118,6 +124,23 @@ def test_tokens_and_blocks_are_conserved(load: list[tuple[float, int, int, bool]
     # Little's law, exactly: the time integrals of both queues are the time that requests were here.
     stayed = sum(job.last - job.arrival.at for job in done if job.last is not None)
     assert counters.batch_seconds + counters.queue_seconds == pytest.approx(stayed)
+
+
+def test_objectives_are_judged_as_clients_feel_them() -> None:
+    load = [(0.05, 100, 1 + 7 * (n % 4), False) for n in range(14)]
+    replica = pod(hardware(), pace=Pace(0.1, 0.02, None))
+    drive(replica, load, {}, 1.0)
+    found, jobs = replica.counters(1000.0), replica.finished
+    assert len(jobs) == len(load)
+    gaps = [job.time_per_output_token for job in jobs if job.output > 1]
+    late = [job for job in jobs if (job.time_to_first_token or 0.0) > 0.1]
+    assert (found.ttft_judged, found.ttft_missed) == (len(jobs), len(late))
+    assert (found.itl_judged, found.itl_missed) == (len(gaps), sum(gap > 0.02 for gap in gaps))
+    assert 0 < found.ttft_missed < found.ttft_judged
+    assert 0 < found.itl_missed <= found.itl_judged < len(jobs)
+    assert found.prompt_tokens_arrived == found.finished_prompt_tokens == 1400
+    assert found.finished_kv_token_steps == sum(job.output * (100 + job.output / 2) for job in jobs)
+    assert pod(hardware()).counters(1.0).ttft_judged == 0
 
 
 def test_a_scrape_changes_nothing_that_follows() -> None:

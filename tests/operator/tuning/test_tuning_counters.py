@@ -1,8 +1,10 @@
+from dataclasses import fields
+
 import pytest
 
-from busload_operator.tuning import SAMPLES, CountersError, counters_from_samples
-from busload_operator.tuning.counters import CUMULATIVE, LEVELS
-from busload_runtime.contract import METRICS
+from busload_operator.tuning import SAMPLES, Counters, CountersError, counters_from_samples
+from busload_operator.tuning.counters import CUMULATIVE, LEVELS, OPTIONAL_SAMPLES
+from busload_runtime.contract import METRICS, OBJECTIVES
 
 EVERY = {name: float(i) for i, name in enumerate(SAMPLES.values())}
 
@@ -11,6 +13,25 @@ def test_every_sample_lands_in_its_field() -> None:
     counters = counters_from_samples(EVERY | {"some_other_metric": 1.0})
     for field, name in SAMPLES.items():
         assert getattr(counters, field) == EVERY[name]
+
+
+def test_what_older_pods_lack_is_unknown_and_not_zero() -> None:
+    every = {name: 100.0 + i for i, name in enumerate(OPTIONAL_SAMPLES.values())}
+    counters = counters_from_samples(EVERY | every)
+    assert {field: getattr(counters, field) for field in OPTIONAL_SAMPLES} == dict(
+        zip(OPTIONAL_SAMPLES, every.values(), strict=True)
+    )
+    older = counters_from_samples(EVERY)
+    assert all(getattr(older, field) is None for field in OPTIONAL_SAMPLES)
+    assert {f.name for f in fields(Counters)} == {*SAMPLES, *OPTIONAL_SAMPLES}
+    series = {
+        f'{m.name}{{objective="{objective}"}}'
+        for m in METRICS
+        if m.labels == ("objective",)
+        for objective in OBJECTIVES
+    }
+    assert {name for name in every if "{" in name} <= series
+    assert {name for name in every if "{" not in name} <= {m.name for m in METRICS}
 
 
 def test_missing_samples_are_named() -> None:

@@ -171,7 +171,7 @@ START = header("demo/chat", "", State.initial()) + "\n"
         (START + '{"now":1,"pods":[],"result":"x","more":1}\n', "line 2: unknown field 'more'"),
         (
             START + '{"now":1,"pods":[{"pod":"a","at":1,"ready":true,"counters":[1]}],"result":"x"}\n',
-            "a list of 28 numbers",
+            "a list of 35 numbers",
         ),
         (START + '{"now":1,"pods":[3],"result":"x"}\n', "line 2: pods[0] is 3; must be an object"),
         (START + "\n", "line 2: is not JSON"),
