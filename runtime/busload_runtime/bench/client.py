@@ -25,6 +25,8 @@ from busload_runtime.bench.prompts import Prompt
 _CONNECT_SECONDS = 10
 _LONGEST_RETRY_WAIT = 120.0
 _LONGEST_ERROR = 300
+_LONGEST_EVENT = 2**24
+"""Bytes of one event: a server that sends without end must not fill this machine's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,7 @@ class Client:
             if response.status == 200:
                 await self._read(response, outcome)
                 return None
-            text = (await response.text(errors="replace"))[:_LONGEST_ERROR]
+            text = await _beginning(response)
             if response.status == 429 and outcome.retries < self._target.retries:
                 return _retry_after(response.headers.get("Retry-After", ""))
             kinds = {4: CLIENT_ERROR, 5: SERVER_ERROR}
@@ -143,6 +145,9 @@ class Client:
                         self._take(event, now, outcome)
                     if outcome.kind is not None:
                         return
+                if len(rest) > _LONGEST_EVENT:
+                    outcome.fail(BAD_ANSWER, f"an event of over {_LONGEST_EVENT} bytes: {rest[:80]!r}")
+                    return
         except aiohttp.ClientPayloadError:
             if not done:
                 raise
@@ -165,10 +170,11 @@ class Client:
                 outcome.chunks.append(now)
                 self._on_chunk()
             if usage := event.get("usage"):
-                outcome.input_tokens, outcome.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
-                outcome.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+                given = _count(usage, "prompt_tokens"), _count(usage, "completion_tokens")
+                outcome.cached_tokens = _count(usage.get("prompt_tokens_details") or {}, "cached_tokens", 0)
+                outcome.input_tokens, outcome.output_tokens = given
                 outcome.from_usage = True
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             outcome.fail(BAD_ANSWER, f"an event that cannot be read ({error!r}): {data[:80]!r}")
 
 
@@ -178,6 +184,24 @@ def _has_token(choice: dict[str, Any]) -> bool:
         delta = choice["delta"] or {}
         return bool(delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning"))
     return bool(choice.get("text")) or not choice.get("finish_reason")
+
+
+def _count(usage: dict[str, Any], key: str, default: int | None = None) -> int:
+    """A number of tokens. Raises ValueError for anything else: tokens per second are made of it."""
+    value = usage.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
+        raise ValueError(f"{key} is {value!r:.40}, not a number of tokens")
+    return value
+
+
+async def _beginning(response: aiohttp.ClientResponse) -> str:
+    """Of an error's text, whatever its length and its alleged encoding."""
+    try:
+        raw = await response.content.readexactly(4 * _LONGEST_ERROR)
+    except asyncio.IncompleteReadError as all_of_it:
+        raw = all_of_it.partial
+    return raw.decode(errors="replace")[:_LONGEST_ERROR]
 
 
 def _retry_after(text: str) -> float:

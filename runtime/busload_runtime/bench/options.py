@@ -48,6 +48,12 @@ def checked(options: BenchOptions) -> BenchOptions:
         raise ValueError(
             f"--url {options.target.url!r} is not an http(s) URL; give one such as http://127.0.0.1:8000/v1"
         )
+    if not options.target.api_key.isascii() or not options.target.api_key.isprintable():
+        raise ValueError("--api-key (OPENAI_API_KEY) holds a line break or a character that no HTTP header carries")
+    try:
+        _ = url.port
+    except ValueError as error:
+        raise ValueError(f"--url {options.target.url!r}: {error}") from None
     if options.concurrencies and options.rates:
         raise ValueError("--concurrency (closed loop) and --rate (open loop) exclude each other; give one of them")
     if options.target.chat and not options.words:

@@ -19,6 +19,9 @@ from busload_runtime.bench.render import document, table
 from busload_runtime.bench.summary import summarise
 from busload_runtime.bench.workload import Plan, Workload
 
+_OTHER_FILES = 32
+"""Descriptors beside the connections."""
+
 
 def main(options: BenchOptions) -> int:
     """Measures and prints. Exit code 0; 1 when a request failed (unless allowed) or none was made; 2: wrong flags."""
@@ -33,7 +36,9 @@ def main(options: BenchOptions) -> int:
     except OSError as error:
         print(f"--json {options.json}: {error.strerror}; name a file in a folder that exists", file=sys.stderr)
         return 2
-    _allow_many_connections()
+    if problem := _too_few_descriptors(options):
+        print(problem, file=sys.stderr)
+        return 2
     levels = asyncio.run(_with_signals(options, workload))
     pairs = [(level, summarise(level, options.goals)) for level in levels]
     lines = [table(pairs, options.goals) if pairs else "nothing was measured"]
@@ -44,7 +49,11 @@ def main(options: BenchOptions) -> int:
         if options.json == "-":
             print(text)
         else:
-            Path(options.json).write_text(text + "\n")
+            try:
+                Path(options.json).write_text(text + "\n")
+            except OSError as error:
+                print(f"--json {options.json}: not written: {error.strerror}", file=sys.stderr)
+                return 1
     failed = sum(len(level.errors) for level in levels)
     return 1 if not any(level.outcomes for level in levels) or (failed and not options.allow_errors) else 0
 
@@ -141,7 +150,14 @@ def _about(options: BenchOptions, workload: Workload) -> dict[str, Any]:
     }
 
 
-def _allow_many_connections() -> None:
-    """As many open sockets as the system lets this process have: an open loop opens one per request in flight."""
+def _too_few_descriptors(options: BenchOptions) -> str:
+    """Allows as many open sockets as the system lets this process have; what to do if the closed loop needs more."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    clients = max(options.concurrencies, default=0)
+    if most == resource.RLIM_INFINITY or clients + _OTHER_FILES <= most:
+        return ""
+    return (
+        f"--concurrency {clients} needs {clients + _OTHER_FILES} open files and this process may have {most}; "
+        f"raise it (ulimit -n), or give at most {max(1, most - _OTHER_FILES)}"
+    )

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -10,6 +11,8 @@ from datetime import datetime
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
+
+_MOST_TOKENS = 2**24
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,10 @@ def read_trace(path: Path, limit: int | None, longest: int | None, seed: int) ->
         raise ValueError(f"--trace {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ValueError(f"--trace {path} is not text; give a CSV or JSON-lines file") from None
+    except csv.Error as error:
+        raise ValueError(
+            f"--trace {path} is not a CSV file ({error}); JSON lines need a name that ends in .jsonl"
+        ) from None
     if not rows:
         raise ValueError(f"--trace {path} has no request to replay ({left_out} were left out, see --longest)")
     rows.sort(key=lambda row: row.at)
@@ -88,7 +95,7 @@ def _read(file: Iterable[str], path: Path, limit: int | None, longest: int | Non
         found = found or _format_of(line, path)
         try:
             row = _row(line, found)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(
                 f"--trace {path}, line {number}: not a request of the {found.source} format ({error!r})"
             ) from None
@@ -116,7 +123,7 @@ def _json_lines(file: Iterable[str], path: Path) -> Iterator[tuple[int, dict[str
             continue
         try:
             value = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"--trace {path}, line {number}: not JSON ({error})") from None
         if not isinstance(value, dict):
             raise ValueError(
@@ -138,8 +145,13 @@ def _row(line: dict[str, Any], known: _Format) -> Row:
     if known.time is not None:
         text = line[known.time]
         at = float(text) * known.unit if known.unit is not None else datetime.fromisoformat(text).timestamp()
+    if not math.isfinite(at):
+        raise ValueError(f"{known.time} is {line[known.time or '']!r:.40}")
     ids = line.get("hash_ids") or ()
-    return Row(at, int(line[known.input]), int(line[known.output]), tuple(ids) if isinstance(ids, list) else ())
+    lengths = int(line[known.input]), int(line[known.output])
+    if max(lengths) > _MOST_TOKENS:
+        raise ValueError(f"{max(lengths)} tokens; at most {_MOST_TOKENS} are a request")
+    return Row(at, *lengths, tuple(ids) if isinstance(ids, list) else ())
 
 
 def _spread(rows: list[Row], rng: random.Random) -> list[Row]:

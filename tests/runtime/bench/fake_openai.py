@@ -28,6 +28,11 @@ class Behaviour:
     tokens_per_chunk: int = 1
     raw: bytes | None = None
     """Sent instead of events, as a web page."""
+    events: bytes | None = None
+    """Sent instead of well-formed events; then the end."""
+    usage_says: dict[str, Any] = field(default_factory=dict)
+    charset: str = "utf-8"
+    """Of an error's text, by its header."""
 
 
 @dataclass
@@ -67,7 +72,9 @@ class FakeOpenAI:
         await asyncio.sleep(how.before)
         if how.status != 200:
             headers = {} if how.retry_after is None else {"Retry-After": how.retry_after}
-            return web.json_response({"error": {"message": "as told"}}, status=how.status, headers=headers)
+            text = json.dumps({"error": {"message": "as told"}}).encode()
+            kind = f"application/json; charset={how.charset}"
+            return web.Response(body=text, status=how.status, headers={**headers, "Content-Type": kind})
         if how.raw is not None:
             return web.Response(body=how.raw, content_type="text/html")
         if how.cut_after == 0:
@@ -75,6 +82,9 @@ class FakeOpenAI:
             return web.Response()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
+        if how.events is not None:
+            await response.write(how.events)
+            return response
         chat = "messages" in body
         if chat:
             await _event(response, choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}])
@@ -94,7 +104,7 @@ class FakeOpenAI:
         closing = {"delta": {}} if chat else {"text": ""}
         await _event(response, choices=[{"index": 0, **closing, "finish_reason": "length"}])
         if how.usage:
-            await _event(response, choices=[], usage=_usage(body))
+            await _event(response, choices=[], usage=_usage(body) | how.usage_says)
         await response.write(b"data: [DONE]\n\n")
         return response
 

@@ -88,6 +88,20 @@ async def test_several_tokens_per_chunk_are_known_from_usage() -> None:
         (Behaviour(cut_after=2), CUT, "cut after 2 chunks", 2),
         (Behaviour(end_without_done_after=3), CUT, "before [DONE]", 3),
         (Behaviour(end_without_done_after=0), CUT, "cut after 0 chunks", 0),
+        (Behaviour(usage_says={"completion_tokens": "4"}), BAD_ANSWER, "completion_tokens is '4', not a number of", 4),
+        (Behaviour(usage_says={"completion_tokens": -1}), BAD_ANSWER, "completion_tokens is -1, not a number of", 4),
+        (Behaviour(usage_says={"prompt_tokens": float("nan")}), BAD_ANSWER, "prompt_tokens is nan, not a number of", 4),
+        (Behaviour(usage_says={"prompt_tokens": None}), BAD_ANSWER, "prompt_tokens is None, not a number of", 4),
+        (
+            Behaviour(usage_says={"prompt_tokens_details": {"cached_tokens": [1]}}),
+            BAD_ANSWER,
+            "cached_tokens is [1]",
+            4,
+        ),
+        (Behaviour(events=b"data: " + b"[" * 200_000 + b"\n"), BAD_ANSWER, "an event that cannot be read", 0),
+        (Behaviour(events=b"data: 7\n"), BAD_ANSWER, "an event that cannot be read", 0),
+        (Behaviour(events=b"data: " + b"x" * (2**24 + 1)), BAD_ANSWER, "an event of over 16777216 bytes", 0),
+        (Behaviour(status=500, charset="no-such"), SERVER_ERROR, "as told", 0),
     ],
 )
 async def test_failures_are_counted_by_kind(behaviour: Behaviour, kind: str, said: str, chunks: int) -> None:

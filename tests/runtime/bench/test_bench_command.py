@@ -16,6 +16,8 @@ from e2e.bench.server import BusloadServer
 
 COMMAND = (sys.executable, "-m", "busload_operator.cli", "bench")
 
+NOBODY = ("--url=http://127.0.0.1:9/v1", "--model=m")
+
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=120)
@@ -85,9 +87,27 @@ def test_wrong_flags_end_with_exit_code_2(arguments: tuple[str, ...], said: str)
 
 
 def test_nobody_there_fails_and_says_so() -> None:
-    done = bench("--url=http://127.0.0.1:9/v1", "--model=m", "--requests=2", "--concurrency=1")
+    done = bench(*NOBODY, "--requests=2", "--concurrency=1")
     assert done.returncode == 1
     assert "2 failed (connection), the first: " in done.stdout
+
+
+def test_a_result_that_cannot_be_written_is_said_below_the_table() -> None:
+    done = bench(*NOBODY, "--requests=2", "--concurrency=1", "--json=/dev/full", "--allow-errors")
+    assert done.returncode == 1
+    assert "2 failed (connection)" in done.stdout
+    assert done.stderr.splitlines()[-1] == "--json /dev/full: not written: No space left on device"
+
+
+def test_more_clients_than_open_files_are_refused_at_once() -> None:
+    limited = ("sh", "-c", 'ulimit -n 64; exec "$@"', "sh", *COMMAND, *NOBODY)
+    done = subprocess.run([*limited, "--concurrency=1,33"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "--concurrency 33 needs 65 open files and this process may have 64" in done.stderr
+    assert "or give at most 32" in done.stderr
+    done = subprocess.run([*limited, "--concurrency=32"], capture_output=True, text=True, timeout=120)
+    assert "failed (connection)" in done.stdout
+    assert "Too many open files" not in done.stdout
 
 
 @pytest.mark.parametrize(("number", "interrupted"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
