@@ -145,11 +145,11 @@ def _lower(s: Situation) -> Candidate | str | None:
 
 def _lower_batch(s: Situation) -> Candidate | None:
     now, bounds = s.inputs.limits.batch_size, s.inputs.bounds
-    if s.usable_law is not None and now <= batch_ceiling(s).value:
-        return None  # harmless: unused places of a paged cache take nothing
     peak = max(u.running_per_pod for u in s.state.usage)
-    floor = max(bounds.batch_size.clamp(bounds.batch_size_initial), math.ceil(2 * peak))
-    after = max(floor, now // 2)
+    after = max(bounds.batch_size.clamp(bounds.batch_size_initial), math.ceil(2 * peak))
+    if s.usable_law is not None:
+        # What the law allows is harmless: unused places of a paged cache take nothing.
+        after = max(after, batch_ceiling(s).value)
     if after > SMALLER * now:
         return None
     message = (

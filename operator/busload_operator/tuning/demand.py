@@ -178,7 +178,7 @@ def _burst_floor(arrivals: Sequence[Arrivals], work: float, lead: float) -> floa
         return None
     groups: dict[int, list[Arrivals]] = {}
     for a in arrivals:
-        groups.setdefault(int(a.end // SHORT_SECONDS), []).append(a)
+        groups.setdefault(int(a.start // SHORT_SECONDS), []).append(a)
     values = [work * _rate(group) for group in groups.values()]
     mean = fmean(values)
     if len(values) < 20 or mean <= 0 or stdev(values) <= _BURST_SCATTER * mean:

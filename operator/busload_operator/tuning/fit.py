@@ -65,6 +65,19 @@ def _count(bins: tuple[BatchBin, ...], batch: float) -> tuple[BatchBin, ...]:
     return tuple(sorted([b for b in bins if b.index != index] + [new], key=lambda b: b.index))
 
 
+def surprise(law: Law, window: PodWindow) -> float | None:
+    """By what share a usable law misses the busy time of a window it has not seen; None outside the batches for which
+    it is trusted, where it is not meant to know."""
+    if not law.usable or window.steps < 3 or window.busy_seconds <= 0 or window.step_batch <= 0:
+        return None
+    batch = window.step_batch / window.steps
+    if not law.batch_min / TRUSTED_BEYOND <= batch <= TRUSTED_BEYOND * law.batch_max:
+        return None
+    predicted = law.a * window.steps + law.b * window.step_batch
+    predicted += law.c * window.step_kv_tokens + law.d * window.prefill_tokens
+    return abs(predicted / window.busy_seconds - 1)
+
+
 def solve(fit: Fit) -> Law | None:
     """The law of the windows so far; None before the first."""
     if fit.samples == 0:
@@ -83,16 +96,41 @@ def solve(fit: Fit) -> Law | None:
     known = [b for b in fit.bins if b.count >= _BIN_WINDOWS] or list(fit.bins)
     low, high = known[0].low, known[-1].high
     usable = fit.samples >= MIN_SAMPLES and error <= MAX_ERROR and high >= MIN_SPREAD * low
-    return Law(a, b, c, d, error=error, samples=fit.samples, batch_min=low, batch_max=high, usable=usable)
+    covariance = _covariance(fit, (a, b, c, d), error, scale)
+    return Law(a, b, c, d, error, fit.samples, low, high, usable, covariance)
+
+
+def _covariance(fit: Fit, theta: tuple[float, ...], error: float, scale: list[float]) -> tuple[tuple[float, ...], ...]:
+    """`s^2 * gram^-1` of the unknowns that are not zero, s^2 the mean square error with their number of degrees of
+    freedom taken off (ordinary least squares, of equations divided by their busy time)."""
+    active = tuple(i for i in range(4) if theta[i] > 0)
+    free = max(1.0, fit.weight - len(active))
+    variance = error**2 * fit.weight / free
+    rows = [[0.0] * 4 for _ in range(4)]
+    for k in active:
+        unit = tuple(scale[i] if i == k else 0.0 for i in range(4))
+        column = _solve_system(fit.gram, unit, active, scale)
+        if column is None:
+            continue
+        for i in active:
+            rows[i][k] = variance * column[i] / scale[k]
+    return tuple(tuple(row) for row in rows)
 
 
 def _solve_active(fit: Fit, active: tuple[int, ...], scale: list[float]) -> tuple[float, ...] | None:
     """Least squares with only these unknowns non-zero; None when one comes out negative or the system is singular."""
-    if any(fit.gram[i][i] == 0 for i in active):
+    theta = _solve_system(fit.gram, fit.moment, active, scale)
+    return None if theta is None or min(theta) < 0 else theta
+
+
+def _solve_system(
+    gram: tuple[tuple[float, ...], ...], right: tuple[float, ...], active: tuple[int, ...], scale: list[float]
+) -> tuple[float, ...] | None:
+    """x with gram*x = right in the active unknowns, 0 elsewhere; None when the system is singular."""
+    if any(gram[i][i] == 0 for i in active):
         return None
     matrix = [
-        [fit.gram[i][j] / (scale[i] * scale[j]) + (_RIDGE if i == j else 0.0) for j in active]
-        + [fit.moment[i] / scale[i]]
+        [gram[i][j] / (scale[i] * scale[j]) + (_RIDGE if i == j else 0.0) for j in active] + [right[i] / scale[i]]
         for i in active
     ]
     size = len(active)
@@ -106,8 +144,6 @@ def _solve_active(fit: Fit, active: tuple[int, ...], scale: list[float]) -> tupl
                 factor = matrix[r][column] / matrix[column][column]
                 matrix[r] = [x - factor * y for x, y in zip(matrix[r], matrix[column], strict=True)]
     solution = [matrix[k][size] / matrix[k][k] for k in range(size)]
-    if any(value < 0 for value in solution):
-        return None
     theta = [0.0] * 4
     for k, i in enumerate(active):
         theta[i] = solution[k] / scale[i]
@@ -140,6 +176,15 @@ def slope(law: Law, work: Workload) -> float:
 def step_seconds(law: Law, work: Workload, batch: float) -> float:
     """t(B) = a + B*g in steady state, where each step also computes B*P/D prompt tokens."""
     return law.a + batch * slope(law, work)
+
+
+def step_error(law: Law, work: Workload, batch: float) -> float:
+    """Standard error of `step_seconds` as a share of it: how well the windows seen tie down the law at this batch. It
+    grows with the distance from the batches seen."""
+    one = (1.0, batch, batch * work.kv_per_request, batch * work.prefill_per_token)
+    variance = sum(one[i] * law.covariance[i][j] * one[j] for i in range(4) for j in range(4))
+    seconds = step_seconds(law, work, batch)
+    return math.sqrt(max(0.0, variance)) / seconds if seconds > 0 else math.inf
 
 
 def tokens_per_second(law: Law, work: Workload, batch: float) -> float:

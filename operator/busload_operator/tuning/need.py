@@ -4,11 +4,13 @@ import math
 from dataclasses import replace
 
 from busload_operator.tuning.demand import Cost, cost
+from busload_operator.tuning.headroom import Outcomes
 from busload_operator.tuning.observe import Picture
 from busload_operator.tuning.settings import KV_MARGIN
 from busload_operator.tuning.sizing import Plan, Seen, plan
 from busload_operator.tuning.state import State
 from busload_operator.tuning.types import Inputs, Knob, Law
+from busload_operator.tuning.window import PodWindow
 
 ASSUMED_STARTUP = 60.0
 """Seconds from asking for a replica to its being ready, until one was measured."""
@@ -36,10 +38,19 @@ def replica_plan(state: State, inputs: Inputs, picture: Picture, law: Law | None
             replicas=inputs.replicas,
             lead=(state.startup_seconds or ASSUMED_STARTUP) + scrape,
             time_to_first_token=inputs.objectives.time_to_first_token,
-            outcomes=None,
+            outcomes=_outcomes(inputs.now, windows),
         ),
     )
     return replace(state, sizing=sizing), made
+
+
+def _outcomes(now: float, windows: tuple[PodWindow, ...]) -> Outcomes | None:
+    """Requests of this step that were judged, and their misses; None when a pod does not count them."""
+    judged = [w.judged for w in windows if w.judged is not None]
+    missed = [w.missed for w in windows if w.missed is not None]
+    if len(judged) < len(windows) or len(missed) < len(windows):
+        return None
+    return Outcomes(now, sum(judged), sum(missed))
 
 
 def _largest_batch(state: State, inputs: Inputs, picture: Picture, law: Law, each: Cost) -> float:

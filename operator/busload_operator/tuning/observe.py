@@ -3,13 +3,16 @@
 from dataclasses import dataclass, replace
 
 from busload_operator.tuning.demand import count_arrivals, learn_lengths
-from busload_operator.tuning.fit import add
+from busload_operator.tuning.fit import MAX_ERROR, Fit, add, solve, surprise
 from busload_operator.tuning.state import State
 from busload_operator.tuning.types import Inputs, Observed
 from busload_operator.tuning.window import MAX_SCRAPE_AGE, Base, PodWindow, View, read, view
 
 SHOWN_SECONDS = 15.0
 KEPT_SECONDS = 60.0
+RELEARN_SECONDS = 120.0
+"""With a law that is wrong, after which it is learned anew."""
+_SURPRISE_WINDOWS = 10
 _LENGTH_REQUESTS = 20
 """Finished requests after which half a step of the mean output length is new."""
 
@@ -56,6 +59,7 @@ def observe(state: State, inputs: Inputs) -> tuple[State, Picture]:
             silent.append(f"{name}: {reading.problem}")
     names = tuple(name for name, _ in ready)
     kept = tuple(w for w in state.windows if w.end > inputs.now - KEPT_SECONDS and w.pod in names) + tuple(new)
+    state = _check_law(state, inputs.now, new)
     fit, length = state.fit, state.output_length
     for window in new:
         fit = add(fit, window)
@@ -78,6 +82,21 @@ def observe(state: State, inputs: Inputs) -> tuple[State, Picture]:
         observed=None if blind else _observed(state, inputs, tuple(silent)),
     )
     return state, picture
+
+
+def _check_law(state: State, now: float, new: list[PodWindow]) -> State:
+    """Compares the law with windows that it has not seen. One that has been wrong for minutes is learned anew: what it
+    stands on was of another machine or model."""
+    law, error = solve(state.fit), state.model_error
+    missed = [] if law is None else [s for w in new if (s := surprise(law, w)) is not None]
+    for share in missed:
+        error += (min(share, 1.0) - error) / _SURPRISE_WINDOWS
+    if error <= MAX_ERROR:
+        return replace(state, model_error=error, disarmed_at=None)
+    since = state.disarmed_at if state.disarmed_at is not None else now
+    if now - since > RELEARN_SECONDS:
+        return replace(state, fit=Fit(), model_error=0.0, disarmed_at=None)
+    return replace(state, model_error=error, disarmed_at=since)
 
 
 def _follow_starts(state: State, inputs: Inputs) -> State:

@@ -4,7 +4,7 @@ import math
 
 from busload_operator.tuning import words
 from busload_operator.tuning.demand import cost
-from busload_operator.tuning.fit import TRUSTED_BEYOND, batch_within, tokens_per_second
+from busload_operator.tuning.fit import MAX_ERROR, TRUSTED_BEYOND, batch_within, step_error, tokens_per_second
 from busload_operator.tuning.need import ASSUMED_STARTUP
 from busload_operator.tuning.settings import ITL_MARGIN, KV_MARGIN, Candidate, Situation
 from busload_operator.tuning.sizing import HOLD_ONE, Plan
@@ -110,7 +110,7 @@ def sell(s: Situation) -> Candidate | str | None:
     while after < n and not _batch_is_known(s, plan, after):
         after += 1
     if after >= n:
-        return f"replicas stay at {n}: with fewer the batch would be larger than any that was seen"
+        return f"replicas stay at {n}: with fewer the batch would be larger than the law is known for"
     load = plan.load_after * plan.sell_to / after
     held = HOLD_ONE if after == n - 1 else s.state.sizing.hold
     message = (
@@ -127,7 +127,8 @@ def _batch_is_known(s: Situation, plan: Plan, replicas: int) -> bool:
     if law is None or load >= 1:
         return False
     slope = cost(law, s.state.lengths).slope
-    return law.a * load / ((1 - load) * slope) <= TRUSTED_BEYOND * law.batch_max
+    batch = law.a * load / ((1 - load) * slope)
+    return batch <= TRUSTED_BEYOND * law.batch_max and step_error(law, s.work, batch) <= MAX_ERROR
 
 
 def _arrivals(s: Situation) -> float:

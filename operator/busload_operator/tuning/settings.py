@@ -4,7 +4,14 @@ from dataclasses import dataclass, replace
 
 from busload_operator.tuning import words
 from busload_operator.tuning.diagnose import KV_ROOM, Diagnosis
-from busload_operator.tuning.fit import TRUSTED_BEYOND, Workload, batch_within, step_seconds, tokens_per_second
+from busload_operator.tuning.fit import (
+    TRUSTED_BEYOND,
+    Workload,
+    batch_within,
+    step_error,
+    step_seconds,
+    tokens_per_second,
+)
 from busload_operator.tuning.sizing import Plan
 from busload_operator.tuning.state import State
 from busload_operator.tuning.types import Bottleneck, Inputs, Knob, Law, Prediction, Reason
@@ -19,6 +26,8 @@ ITL_MARGIN = 0.9
 """Share of the inter-token objective that a mean step may use; the rest is for the noise of steps."""
 KV_MARGIN = 0.9
 """Share of the KV pool that the mean request lengths may fill; the rest spares preemptions."""
+SURE = 0.05
+"""Standard error of a predicted step time that is worth a word."""
 KV_STEP = 20
 """Percentage points per change."""
 
@@ -173,6 +182,8 @@ def predict(s: Situation, places: float) -> Prediction:
         speedup = tokens_per_second(law, s.work, batch) / now if now > 0 else 1.0
         slower = step_seconds(law, s.work, batch) / step_seconds(law, s.work, seen.batch)
         basis = f"step law (error {words.percent(law.error)}, {law.samples} windows)"
+        if (unsure := step_error(law, s.work, batch)) > SURE:
+            basis += f", its step time known to {words.percent(unsure)}"
         if batch > TRUSTED_BEYOND * law.batch_max:
             basis += f", extrapolated: batches up to {law.batch_max:.1f} were seen"
     wait = None

@@ -97,6 +97,10 @@ class State:
     windows: tuple[PodWindow, ...] = ()
     """Of the last minute."""
     fit: Fit = field(default_factory=Fit)
+    model_error: float = 0.0
+    """By what share the law has missed the step times of the last ten or so pod windows."""
+    disarmed_at: float | None = None
+    """Since when that is over the bar."""
     output_length: float | None = None
     """Mean output tokens of finished requests, slowly forgetting."""
     arrivals: tuple[Arrivals, ...] = ()

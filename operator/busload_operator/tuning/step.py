@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from busload_operator.tuning import words
 from busload_operator.tuning.decide import LOW_SECONDS, decide, overdue_replicas, replicas_meanwhile
 from busload_operator.tuning.diagnose import QUEUE, Diagnosis, diagnose
-from busload_operator.tuning.fit import solve
+from busload_operator.tuning.fit import MAX_ERROR, solve
 from busload_operator.tuning.headroom import Kappa
 from busload_operator.tuning.memory import ask_for_less, follow_kills
 from busload_operator.tuning.need import ASSUMED_STARTUP, replica_plan
@@ -51,6 +51,8 @@ def step(state: State, inputs: Inputs) -> tuple[State, Result]:
     state, picture = observe(state, inputs)
     state, killed = follow_kills(state, inputs)
     law = solve(state.fit)
+    if law is not None and state.disarmed_at is not None:
+        law = replace(law, usable=False)
     state, missed = _follow_phase(state, inputs, picture)
     state, plan = replica_plan(state, inputs, picture, law)
     situation = _situation(state, inputs, picture, law, plan)
@@ -279,6 +281,11 @@ def _hold(state: State, inputs: Inputs, picture: Picture, target: _Target) -> st
         late = tuple(f"{pod}: still runs limits older than generation {inputs.generation}" for pod in picture.outdated)
         why = "; ".join((*picture.silent, *late))
         return f"Only {speak} in this step{f' ({why})' if why else ''}, so nothing is changed."
+    if state.disarmed_at is not None:
+        return (
+            f"The step law misses step times by {words.percent(state.model_error)} ({words.percent(MAX_ERROR)} are "
+            "allowed), so nothing is predicted from it: settings stay and no replica goes until it fits again."
+        )
     if state.restored is not None:
         return "The limits before the last change are being put back."
     if target != _Target(inputs.limits, inputs.replicas):
@@ -305,8 +312,10 @@ def _less_memory(
 
 def _overdue(situation: Situation, picture: Picture) -> Candidate | None:
     pending = situation.state.pending
-    if situation.inputs.mode is not Mode.AUTO or pending is None or not picture.majority:
+    if situation.inputs.mode is not Mode.AUTO or not picture.majority:
         return None
+    if pending is None:
+        return overdue_replicas(situation) if situation.state.disarmed_at is not None else None
     if pending.decision.knob is Knob.REPLICAS:
         return replicas_meanwhile(situation)
     if pending.decision.reason is Reason.LOW_USE:

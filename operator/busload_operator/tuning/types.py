@@ -181,6 +181,9 @@ class Law:
     """Mean batch per step of the windows seen: the law is known between these, and trusted 30% beyond."""
     usable: bool
     """Enough windows, a small enough error, and batches different enough to tell a from b."""
+    covariance: tuple[tuple[float, ...], ...] = ((0.0,) * 4,) * 4
+    """Of a, b, c, d: the squares of their standard errors are on its diagonal. From the scatter of the windows, which
+    are taken to be independent."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,12 @@ class PodWindow:
     batch_limit: float
     generation: float
     """Limits generation that was in force from start to end; the older one when it changed meanwhile."""
+    prompt_tokens_arrived: float | None = None
+    """None here and below: the pod does not count it."""
+    judged: float | None = None
+    """Requests whose time to first token was compared with its objective."""
+    missed: float | None = None
+    """Objectives missed, of both kinds."""
 
     @property
     def batch(self) -> float:
@@ -174,8 +180,22 @@ def _difference(pod: str, base: Base, fresh: Base) -> PodWindow:
         kv_tokens=new.kv_blocks * new.kv_block_size,
         batch_limit=max(old.batch_size, new.batch_size),
         generation=min(old.generation, new.generation),
+        prompt_tokens_arrived=_more(old, new, "prompt_tokens_arrived"),
+        judged=_more(old, new, "ttft_judged"),
+        missed=_more(old, new, "ttft_missed", "itl_missed"),
         **delta,
     )
+
+
+def _more(old: Counters, new: Counters, *names: str) -> float | None:
+    """By how much these counters have grown together; None when one is not there, or was not, or fell."""
+    total = 0.0
+    for name in names:
+        before, after = getattr(old, name), getattr(new, name)
+        if before is None or after is None or after < before:
+            return None
+        total += after - before
+    return total
 
 
 def _implausible(window: PodWindow) -> str | None:

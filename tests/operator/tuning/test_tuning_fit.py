@@ -13,6 +13,7 @@ from busload_operator.tuning.fit import (
     add,
     batch_within,
     solve,
+    step_error,
     step_seconds,
     tokens_per_second,
 )
@@ -117,3 +118,26 @@ def test_batch_within_inverts_step_seconds() -> None:
     assert step_seconds(law, work, batch) == pytest.approx(0.1)
     assert batch_within(law, work, 0.01) == 0
     assert tokens_per_second(law, work, batch) == pytest.approx(batch / 0.1)
+
+
+def test_standard_errors_cover_the_truth() -> None:
+    """Of 200 fits with 3% scatter the true step time is within two standard errors nearly always, inside the range."""
+    truth = (0.02, 0.004, 0.0, 0.0008)
+    work = Workload(400.0, 0.5)
+    exact = truth[0] + 8 * (truth[1] + truth[3] * 0.5)
+    hits = 0
+    for seed in range(200):
+        law = fitted(scattered(truth, 60, 0.05, seed))
+        hits += abs(step_seconds(law, work, 8) - exact) <= 2 * step_error(law, work, 8) * step_seconds(law, work, 8)
+    assert 170 <= hits <= 200
+
+
+def test_the_error_grows_away_from_the_batches_seen_and_falls_with_windows() -> None:
+    work = Workload(400.0, 0.5)
+    few, many = (fitted(scattered((0.02, 0.004, 0.0, 0.0008), n, 0.17)) for n in (30, 600))
+    assert step_error(few, work, 8) < step_error(few, work, 40) < step_error(few, work, 200)
+    assert step_error(many, work, 40) < step_error(few, work, 40)
+
+
+def test_an_exact_law_has_no_error() -> None:
+    assert step_error(fitted(scattered((0.02, 0.004, 2e-6, 0.0008), 60, 0.0)), Workload(400.0, 0.5), 8) < 0.01

@@ -251,3 +251,27 @@ def test_flat_load_changes_at_most_once() -> None:
     service.rate = lambda now: 3.5
     service.run(3600)
     assert len(service.decisions) <= 1, [d.message for d in service.decisions]
+
+
+def test_a_law_that_is_wrong_disarms_until_it_is_learned_anew() -> None:
+    """The node becomes three times slower: what the law says is not acted on, replicas may still be bought for those
+    who wait, and the new law is known minutes later."""
+    service = loaded(lambda now, s: s)
+    service.run(400)
+    assert service.results[-1][1].law is not None
+    assert service.results[-1][1].law.usable
+    made = len(service.decisions)
+    for pod in service.pods:
+        pod.law = StepLaw(0.12, 0.012, 0.0, 0.003)
+    service.law = StepLaw(0.12, 0.012, 0.0, 0.003)
+    service.run(60)
+    since = [result for now, result in service.results if now > START + 420]
+    assert any(result.hold and "The step law misses step times by" in result.hold for result in since)
+    assert all(result.law is None or not result.law.usable for result in since)
+    assert all(d.knob is Knob.REPLICAS for d in service.decisions[made:])
+    service.rate = lambda now: 0.7 + 0.3 * math.sin(now / 30)
+    service.run(900)
+    law = service.results[-1][1].law
+    assert law is not None
+    assert law.usable
+    assert law.a + 4 * law.b == pytest.approx(0.12 + 4 * 0.012, rel=0.2)

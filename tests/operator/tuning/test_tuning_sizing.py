@@ -1,0 +1,208 @@
+"""The computed number of replicas: forecast, learned headroom, hold times."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from busload_operator.tuning.demand import Arrivals, Cost, Lengths, cost, forecast
+from busload_operator.tuning.headroom import Errors, Kappa, Outcomes, learn_errors, learn_kappa, learn_quantile
+from busload_operator.tuning.sizing import Plan, Seen, Sizing, changed, plan
+from busload_operator.tuning.types import Law
+
+LAW = Law(0.008, 0.0002, 0.0, 0.00005, 0.05, 100, 1.0, 60.0, True)
+COST = Cost(work=0.1, slope=0.0005)
+"""A batch of 60 does 60*0.0005/(0.008 + 0.03) = 0.79 replica-seconds a second."""
+
+
+def poisson(rate: float, seconds: float, seed: int = 1, start: float = 0.0) -> tuple[Arrivals, ...]:
+    rng = random.Random(seed)
+    return tuple(
+        Arrivals(start + t, start + t + 5, max(0.0, rng.gauss(5 * rate, math.sqrt(5 * rate))))
+        for t in range(0, int(seconds), 5)
+    )
+
+
+def seen(arrivals: tuple[Arrivals, ...], replicas: int, **changes: object) -> Seen:
+    usual = Seen(arrivals[-1].end, arrivals, COST, LAW, 60.0, 0.0, replicas, replicas, 65.0, 1.0, None)
+    return replace(usual, **changes)  # type: ignore[arg-type]
+
+
+def followed(arrivals: tuple[Arrivals, ...], replicas: int) -> tuple[list[tuple[float, int]], Plan]:
+    """Steps through the arrivals; each purchase and sale is made at once."""
+    sizing, made, last = Sizing(), [], None
+    for end in range(5, len(arrivals) + 1):
+        now = seen(arrivals[:end], replicas)
+        sizing, found = plan(sizing, now)
+        last = found or last
+        if found is None or not (found.buy or found.sell_to < replicas):
+            continue
+        after = found.up if found.buy else found.sell_to
+        sizing = changed(sizing, now.now, replicas, after, now.lead)
+        replicas = after
+        made.append((now.now, after))
+    assert last is not None
+    return made, last
+
+
+def test_cost_of_a_request_and_of_a_place() -> None:
+    lengths = Lengths(10, 2000, 10, 10_000, 5.0, 4000.0)
+    law = replace(LAW, c=1e-7)
+    found = cost(law, lengths)
+    assert found.work == pytest.approx(0.00005 * 1000 + 200 * (0.0002 + 1e-7 * 800))
+    assert found.slope == pytest.approx(found.work / 200)
+
+
+def test_flat_load_is_sized_once() -> None:
+    """20 requests/s of 0.1 s are 2 replicas of pure work; with 85% of 0.79 each and 1.12 for errors: 4."""
+    for seed in range(5):
+        made, last = followed(poisson(20, 3600, seed), 4)
+        assert made == []
+        assert last.up in (3, 4)
+        assert last.expected == pytest.approx(2.0, rel=0.15)
+
+
+def test_too_many_are_sold_after_the_hold_and_too_few_bought_at_once() -> None:
+    made, _ = followed(poisson(20, 1200), 8)
+    assert made[0][1] == 4
+    assert 300 <= made[0][0] <= 420
+    made, _ = followed(poisson(20, 1200), 2)
+    assert made[0][0] <= 60
+    assert made[0][1] in (4, 5)
+
+
+def test_a_single_replica_less_needs_five_minutes() -> None:
+    busy, less = poisson(27, 900), poisson(20, 900, start=900)
+    made, _ = followed(busy + less, 5)
+    assert [after for _, after in made] == [4]
+    assert made[0][0] >= 900 + 300
+
+
+def test_a_step_is_bought_for_as_it_goes_on_and_not_in_flat_load() -> None:
+    step = poisson(20, 600) + poisson(60, 300, start=600)
+    made, last = followed(step, 4)
+    assert 600 < made[0][0] <= 620
+    assert made[0][1] >= 9
+    assert last.expected == pytest.approx(6.0, rel=0.15)
+    assert all(forecast(poisson(20, 600, s), 0.1, 65).jump == 1 for s in range(50))  # type: ignore[union-attr]
+
+
+def test_a_burst_that_is_over_is_not_bought_for() -> None:
+    quiet = tuple(Arrivals(t, t + 5, 0.0) for t in range(305, 400, 5))
+    burst = (*poisson(5, 300), Arrivals(300, 305, 300.0), *quiet)
+    made, _ = followed(burst, 2)
+    assert all(after <= 2 for at, after in made if at > 320)
+
+
+def test_backlog_is_bought_for_only_where_a_new_replica_can_still_help() -> None:
+    calm = poisson(5, 120)
+    _, none = plan(Sizing(), seen(calm, 2))
+    _, soon_gone = plan(Sizing(), seen(calm, 2, waiting=100.0))
+    _, long = plan(Sizing(), seen(calm, 2, waiting=3000.0))
+    assert none is not None
+    assert soon_gone is not None
+    assert long is not None
+    assert none.backlog == soon_gone.backlog == 0
+    assert soon_gone.wait > 1
+    assert long.backlog > 1
+    assert long.buy
+
+
+def test_bursts_shorter_than_the_lead_get_a_floor_instead_of_purchases() -> None:
+    """Ten times the mean for ten seconds, in no order."""
+    rng = random.Random(3)
+    load: list[Arrivals] = []
+    for t in range(0, 1800, 15):
+        rate = 100.0 if rng.random() < 0.12 else 4.0
+        load += [Arrivals(t + k, t + k + 5, 5 * rate) for k in (0, 5, 10)]
+    found = forecast(tuple(load), 0.1, 65.0)
+    assert found is not None
+    assert found.floor == pytest.approx(10.0)
+    made, _ = followed(tuple(load), 13)
+    assert len([1 for at, _ in made if at > 900]) <= 1
+
+
+def test_too_little_is_no_plan() -> None:
+    assert forecast((), 0.1, 65.0) is None
+    assert plan(Sizing(), seen((Arrivals(0.0, 5.0, 50.0),), 2))[1] is None
+
+
+def test_a_purchase_soon_after_a_sale_doubles_the_hold() -> None:
+    sizing = changed(Sizing(), 1000.0, 4, 3, 65.0)
+    again = changed(sizing, 1100.0, 3, 4, 65.0)
+    assert again.hold == 2 * sizing.hold
+    assert changed(sizing, 1200.0, 3, 4, 65.0).hold == sizing.hold
+    assert changed(again, 2000.0, 4, 3, 65.0).hold == sizing.hold
+
+
+def outcomes(at: float, share: float, load: float) -> Outcomes:
+    return Outcomes(at, 100.0, 100.0 * share, load)
+
+
+def learned(share: float, load: float, minutes: int = 60) -> Kappa:
+    kappa = Kappa()
+    for step in range(minutes * 12):
+        kappa = learn_kappa(kappa, outcomes(5.0 * step, share, load * kappa.value), False, 4)
+    return kappa
+
+
+def test_kappa_rises_while_hardly_any_request_misses_and_falls_while_too_many_do() -> None:
+    assert learned(0.0, 0.95).value == pytest.approx(1.0)
+    assert learned(0.05, 0.95).value <= 0.5
+    assert learned(0.006, 0.95).value == Kappa().value, "neither good enough to rise nor bad enough to fall"
+    assert learned(0.0, 0.2).value == Kappa().value, "an idle fleet tests nothing"
+
+
+def test_kappa_learns_nothing_while_the_plan_is_not_kept() -> None:
+    assert learned(0.5, 1.2).value == Kappa().value
+
+
+def test_kappa_stays_under_what_was_bad() -> None:
+    kappa, bad = Kappa(value=0.9), 0.0
+    for step in range(12 * 60 * 3):
+        load = 0.95 * kappa.value
+        share = 0.05 if load > 0.85 else 0.0
+        before = kappa.value
+        kappa = learn_kappa(kappa, outcomes(5.0 * step, share, load), False, 4)
+        bad += kappa.value < before
+    assert 0.7 < kappa.value <= 0.9
+    assert bad <= 12, "it does not run into the same wall every few minutes"
+
+
+def test_errors_of_forecasts_are_learned() -> None:
+    errors = Errors()
+    assert errors.up == pytest.approx(1.12, abs=0.03)
+    for step in range(720):
+        errors = learn_errors(errors, 5.0 * step, 1.0, 1.3, 65.0)
+    assert errors.up == pytest.approx(1.3, abs=0.02)
+    assert errors.down >= errors.up
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e6)), max_size=60))
+def test_factors_stay_in_their_range(values: list[tuple[float, float]]) -> None:
+    errors = Errors()
+    for step, (expected, arriving) in enumerate(values):
+        errors = learn_errors(errors, 20.0 * step, expected, arriving, 40.0)
+    assert 1.05 <= errors.up <= errors.down <= 1.5
+
+
+def test_the_quantile_follows_the_misses() -> None:
+    many = few = Errors()
+    for step in range(720):
+        many = learn_quantile(many, Outcomes(5.0 * step, 100.0, 5.0))
+        few = learn_quantile(few, Outcomes(5.0 * step, 100.0, 0.0))
+    assert many.quantile == pytest.approx(0.93)
+    assert few.quantile == pytest.approx(0.70)
+
+
+@given(st.lists(st.floats(0, 200), min_size=12, max_size=200), st.integers(1, 12))
+def test_whatever_arrives_the_numbers_are_sane(rates: list[float], replicas: int) -> None:
+    arrivals = tuple(Arrivals(5.0 * i, 5.0 * i + 5, 5 * rate) for i, rate in enumerate(rates))
+    made, last = followed(arrivals, replicas)
+    assert last.up >= 1
+    assert all(after >= 1 and math.isfinite(at) for at, after in made)
+    most = max(rates) * COST.work * 1.5 * 3 / (0.4 * 0.79) + 2
+    assert all(after <= max(most, replicas) for _, after in made)
