@@ -14,19 +14,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
+CONV = "azure2023_conv.csv"
 LOADS: dict[str, list[str]] = {
-    "conv": ["--trace", "azure2023_conv.csv", "--copies", "3", "--replicas", "3"],
-    "conv, tight": ["--trace", "azure2023_conv.csv", "--hardware", "tight", "--replicas", "4"],
-    "flat": ["--load", "flat:12", "--lengths", "azure2023_conv.csv", "--minutes", "60", "--replicas", "3"],
-    "diurnal": ["--load", "diurnal:4:24", "--lengths", "azure2023_conv.csv", "--minutes", "60", "--replicas", "2"],
-    "servegen": [
-        *("--trace", "servegen_total_rate_week1.csv", "--rates", "m-small:1:24", "--lengths", "azure2023_conv.csv"),
-        *("--minutes", "60", "--cv", "1.5", "--replicas", "2"),
+    "conv, 8B on 24 GB": ["--trace", CONV, "--hardware", "tight", "--replicas", "4"],
+    "flat, 8B on 24 GB": [
+        *("--load", "flat:6", "--lengths", CONV, "--hardware", "tight", "--minutes", "40", "--replicas", "4"),
     ],
-    "cpu": ["--load", "diurnal:4:20", "--lengths", "200:80", "--hardware", "cpu", "--minutes", "60"],
-    "code": ["--trace", "azure2023_code.csv", "--copies", "2", "--replicas", "3"],
-    "aibrix": ["--trace", "aibrix_8min_up_down.csv", "--copies", "8", "--replicas", "2"],
-    "mooncake": [
+    "diurnal, 8B on 24 GB": [
+        *("--load", "diurnal:2:12", "--lengths", CONV, "--hardware", "tight", "--minutes", "50", "--replicas", "2"),
+    ],
+    "servegen, 8B on 24 GB": [
+        *("--trace", "servegen_total_rate_week1.csv", "--rates", "m-small:1:10", "--lengths", CONV, "--cv", "1.5"),
+        *("--hardware", "tight", "--minutes", "50", "--replicas", "2"),
+    ],
+    "diurnal, 135M on CPUs": ["--load", "diurnal:3:15", "--lengths", "200:80", "--hardware", "cpu", "--minutes", "40"],
+    "code x2, 8B on 96 GB": ["--trace", "azure2023_code.csv", "--copies", "2", "--replicas", "3"],
+    "aibrix x6, 8B on 96 GB": ["--trace", "aibrix_8min_up_down.csv", "--copies", "6", "--replicas", "2"],
+    "conv x3, 8B on 96 GB": ["--trace", CONV, "--copies", "3", "--replicas", "3"],
+    "mooncake, 8B on 96 GB": [
         *("--trace", "mooncake_conversation.jsonl", "--max-sequence-length", "131072", "--ttft", "5"),
         *("--replicas", "4"),
     ],
