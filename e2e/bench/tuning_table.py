@@ -18,7 +18,7 @@ CONV = "azure2023_conv.csv"
 LOADS: dict[str, list[str]] = {
     "conv, 8B on 24 GB": ["--trace", CONV, "--hardware", "tight", "--replicas", "4"],
     "flat, 8B on 24 GB": [
-        *("--load", "flat:6", "--lengths", CONV, "--hardware", "tight", "--minutes", "40", "--replicas", "4"),
+        *("--load", "flat:6", "--lengths", CONV, "--hardware", "tight", "--minutes", "40", "--replicas", "3"),
     ],
     "diurnal, 8B on 24 GB": [
         *("--load", "diurnal:2:12", "--lengths", CONV, "--hardware", "tight", "--minutes", "50", "--replicas", "2"),

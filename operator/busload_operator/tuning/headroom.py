@@ -18,10 +18,11 @@ _CLEAN_KEPT = 300.0
 _CLEAN_AT_LEAST = 6
 _REQUESTS_AT_LEAST = 200
 _PAUSE = 60.0
-_FORGIVING = 1.001
+_FORGIVING = 1.003
 """Factor by which what was bad may be tried again, each good minute."""
 _TESTED = 0.85
-"""A share is tested by loads of at least so much of it; kappa only rises when it was."""
+"""A share is tested by loads of at least so much of it. Kappa rises when it was, or when with one replica less it would
+be nearly kept, so that the next sale tests it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +69,8 @@ def learn_kappa(old: Kappa, now: Outcomes, late: bool, replicas: int) -> Kappa:
         lower = max(_LOWEST, 0.95 * kappa.value)
         return replace(kappa, bad=min(kappa.bad, kappa.value), value=lower, changed_at=now.at, clean=())
     tested = max(o.load for o in clean) > _TESTED * kappa.value
-    one_less = now.load * replicas / (replicas - 1) if replicas > 1 else 0.0
-    nearly_enough = _TESTED * kappa.value < one_less < 1.15 * kappa.value
-    if missed < 0.4 * (1 - TARGET) and (tested or nearly_enough):
+    one_less_may_do = replicas > 1 and now.load * replicas / (replicas - 1) < 1.15 * kappa.value
+    if missed < 0.4 * (1 - TARGET) and (tested or one_less_may_do):
         bad = min(1.1, _FORGIVING * kappa.bad)
         higher = max(kappa.value, min(1.0, 1.03 * kappa.value, 0.98 * bad))
         return replace(kappa, bad=bad, value=higher, changed_at=now.at)
