@@ -13,6 +13,9 @@ from busload_runtime.contract import Limits
 GROWTH_RESERVE = 64 << 20
 """Bytes kept for what grows after the start: request queues, the prefix index, allocator slack, HTTP buffers."""
 
+OVERHEAD_VARIES = 4 << 20
+"""Bytes by which two measurements of the overhead of one service may differ."""
+
 _NO_LIMIT = 1 << 60  # cgroup v1 spells "no limit" as a huge number
 
 
@@ -135,23 +138,31 @@ class MemoryPlan:
             )
         activations = self.activations(limits.token_budget, limits.batch_size)
         left = self.budget.num_bytes - self.weights - self.overhead - activations
+        needed = -(-length // self.block_size)
+        # Smallest number of bytes b with b * percent // 100 // bytes_per_block >= needed, beside the rest.
+        enough = -(-needed * self.bytes_per_block * 100 // limits.kv_cache_percent)
+        raise_limit = f"raise the memory limit to at least {self._room(enough + self.budget.num_bytes - left)}"
         if left < self.bytes_per_block:
             raise LimitsImpossible(
-                f"no memory is left for the KV cache: {self._account(activations)}; "
-                "raise the memory limit, or lower tokenBudget or batchSize"
+                f"no memory is left for the KV cache: {self._account(activations)}; {raise_limit}, "
+                "or lower tokenBudget or batchSize"
             )
         blocks = left * limits.kv_cache_percent // 100 // self.bytes_per_block
-        needed = -(-length // self.block_size)
         if blocks < needed:
             # Smallest percent p with left * p // 100 // bytes_per_block >= needed.
             percent = -(-needed * self.bytes_per_block * 100 // left)
             raise LimitsImpossible(
                 f"kvCachePercent {limits.kv_cache_percent} of {_mib(left)} holds {blocks * self.block_size} tokens, "
                 f"less than one sequence of maxSequenceLength {length}: {self._account(activations)}; "
-                + (f"raise kvCachePercent to at least {percent}" if percent <= 100 else "raise the memory limit")
+                + (f"raise kvCachePercent to at least {percent}" if percent <= 100 else raise_limit)
                 + (f" or lower maxSequenceLength to at most {blocks * self.block_size}" if blocks else "")
             )
         return min(blocks, self.max_blocks)
+
+    def _room(self, num_bytes: int) -> str:
+        """In whole MiB; the overhead is measured and differs a little from one start to the next."""
+        mib = -(-(num_bytes + OVERHEAD_VARIES) >> 20)
+        return f"{mib} MiB (--memory {mib << 20})" if self.budget.source == "--memory" else f"{mib} MiB"
 
     def _account(self, activations: int) -> str:
         return (

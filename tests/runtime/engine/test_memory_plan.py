@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 
 from busload_runtime.contract import Limits
-from busload_runtime.engine.memory import Budget, LimitsImpossible, MemoryPlan, find_budget, private_bytes
+from busload_runtime.engine.memory import (
+    OVERHEAD_VARIES,
+    Budget,
+    LimitsImpossible,
+    MemoryPlan,
+    find_budget,
+    private_bytes,
+)
 
 MIB = 1 << 20
 
@@ -94,7 +101,8 @@ def test_share_of_what_is_left() -> None:
             155,
             Limits(16, 8, 50, 512, 0, 0),
             "no memory is left for the KV cache: 155 MiB budget (--memory) - 100 MiB weights - 8 MiB activations - "
-            "50 MiB overhead; raise the memory limit, or lower tokenBudget or batchSize",
+            "50 MiB overhead; raise the memory limit to at least 165 MiB (--memory 173015040), or lower tokenBudget or "
+            "batchSize",
         ),
         (
             400,
@@ -106,7 +114,12 @@ def test_share_of_what_is_left() -> None:
             Limits(2048, 8, 50, 512, 0, 0),
             "raise kvCachePercent to at least 54 or lower maxSequenceLength to at most 1920",
         ),
-        (400, Limits(4096, 8, 99, 512, 0, 0), "raise the memory limit or lower maxSequenceLength to at most 3824"),
+        (
+            400,
+            Limits(4096, 8, 99, 512, 0, 0),
+            "raise the memory limit to at least 422 MiB (--memory 442499072) or lower maxSequenceLength to at most "
+            "3824",
+        ),
     ],
 )
 def test_impossible_limits_say_what_would_fit(budget: int, limits: Limits, text: str) -> None:
@@ -133,6 +146,11 @@ def test_the_advice_in_an_error_is_true(budget: int, bytes_per_block: int, lengt
                 memory.num_blocks(Limits(length, 8, needed - 1, 512, 0, 0))
         if found := re.search(r"maxSequenceLength to at most (\d+)", str(error)):
             assert memory.num_blocks(Limits(int(found[1]), 8, percent, 512, 0, 0)) * 16 == int(found[1])
+        if found := re.search(r"--memory (\d+)", str(error).rpartition("raise")[2]):
+            enough, limits = int(found[1]), Limits(length, 8, percent, 512, 0, 0)
+            assert plan(enough, bytes_per_block).num_blocks(limits) * 16 >= length
+            with pytest.raises(LimitsImpossible):
+                plan(enough - OVERHEAD_VARIES - MIB, bytes_per_block).num_blocks(limits)
     else:
         assert blocks * 16 >= length
         assert blocks <= memory.max_blocks
