@@ -62,6 +62,12 @@ def measure_overhead(before_load: int, weight_bytes: int) -> int:
     return engine + private_bytes(os.getppid()) + GROWTH_RESERVE
 
 
+def room_for_weights(budget: Budget) -> int:
+    """Bytes that a budget has for weights at the very most, told before they are loaded: with more the kernel would end
+    the process in the middle, before `MemoryPlan` can say what does not fit."""
+    return budget.num_bytes - private_bytes() - private_bytes(os.getppid()) - GROWTH_RESERVE
+
+
 def _cgroup_limit(proc: Path, cgroups: Path) -> int | None:
     """Smallest memory limit of this process's cgroup and its ancestors, None without one."""
     try:

@@ -21,7 +21,14 @@ from pathlib import Path
 from busload_runtime.contract import Limits, LimitsError, Pace, StepLaw, parse_limits, parse_pace
 from busload_runtime.engine.link import Link, LinkClosed
 from busload_runtime.engine.loop import Engine
-from busload_runtime.engine.memory import LimitsImpossible, MemoryPlan, find_budget, measure_overhead, private_bytes
+from busload_runtime.engine.memory import (
+    LimitsImpossible,
+    MemoryPlan,
+    find_budget,
+    measure_overhead,
+    private_bytes,
+    room_for_weights,
+)
 from busload_runtime.engine.messages import (
     Abort,
     ApplyLimits,
@@ -48,7 +55,7 @@ LoadExecutor = Callable[[str, str], Executor]
 def main(arguments: Sequence[str] | None = None, load: LoadExecutor | None = None) -> int:
     options = _parse(arguments)
     if load is None:
-        load = partial(create_executor, kv_precision=options.kv_precision)
+        load = partial(_load, options)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     try:
@@ -62,6 +69,11 @@ def main(arguments: Sequence[str] | None = None, load: LoadExecutor | None = Non
         return 0
     finally:
         link.close()
+
+
+def _load(options: argparse.Namespace, name: str, source: str) -> Executor:
+    room = room_for_weights(find_budget(options.memory))
+    return create_executor(name, source, options.kv_precision, room)
 
 
 def _run(link: Link, options: argparse.Namespace, load: LoadExecutor) -> int:

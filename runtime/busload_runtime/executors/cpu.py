@@ -33,13 +33,19 @@ class CpuExecutor:
     """
 
     def __init__(
-        self, weights: WeightFile, threads: int | None = None, isa: str | None = None, kv_precision: str = "int8"
+        self,
+        weights: WeightFile,
+        threads: int | None = None,
+        isa: str | None = None,
+        kv_precision: str = "int8",
+        room: int | None = None,
     ) -> None:
         """`threads` and `isa` default to `BUSLOAD_THREADS` or the CPUs given, `BUSLOAD_CPU_ISA` or the best there is.
 
         `kv_precision` is that of the KV cache: "int8", with one scale per token and head, or "fp32", which takes almost
-        four times the memory and does not round. Raises `ExecutorError` for a model that the engine cannot compute, a
-        precision it does not know and an instruction set that is not here.
+        four times the memory and does not round. `room` is how many bytes the weights may take; None: any number.
+        Raises `ExecutorError` for a model that the engine cannot compute or that takes more, a precision it does not
+        know and an instruction set that is not here.
         """
         self.threads = threads or usable_threads()
         wanted = isa if isa is not None else os.environ.get("BUSLOAD_CPU_ISA", "")
@@ -55,7 +61,7 @@ class CpuExecutor:
             raise ExecutorError(
                 f"--kv-precision is {kv_precision!r:.80}; the cpu executor has {', '.join(_KV_FORMATS)}; choose one"
             )
-        self._model = PackedModel(weights, self.threads)
+        self._model = PackedModel(weights, self.threads, room)
         self._model.struct.kv_format = _KV_FORMATS[kv_precision]
         self._engine = self._library.bl_create(ctypes.byref(self._model.struct), self.threads, wanted.encode())
         if not self._engine:

@@ -60,14 +60,24 @@ class _Matrix:
 class PackedModel:
     """Weights in memory of their own, and `struct`, which `bl_create` takes. Both live as long as this object."""
 
-    def __init__(self, weights: WeightFile, threads: int) -> None:
-        """Packs with `threads` threads. Raises `ExecutorError` for a model that the engine cannot compute."""
+    def __init__(self, weights: WeightFile, threads: int, room: int | None = None) -> None:
+        """Packs with `threads` threads, in at most `room` bytes.
+
+        Raises `ExecutorError` for a model that the engine cannot compute or that takes more.
+        """
         config = weights.config
         check_shapes(config)
         self._library = native.load()
         self._arrays: list[NDArray[np.float32]] = []
         matrices = list(_matrices(weights))
         self.weight_bytes = sum(matrix.num_bytes for matrix in matrices)
+        if room is not None and self.weight_bytes > room:
+            raise ExecutorError(
+                f"{weights.file.path} takes {self.weight_bytes / 2**20:.0f} MiB in memory and the memory limit leaves "
+                f"{max(0, room) / 2**20:.0f} MiB for it beside what both processes need; raise the limit by at least "
+                f"{-(-(self.weight_bytes - room) >> 20)} MiB and what the KV cache is to have, or choose a "
+                "smaller model"
+            )
         self._memory = self._library.bl_map(self.weight_bytes)
         if not self._memory:
             raise ExecutorError(f"cannot get {self.weight_bytes} bytes for the weights; raise the memory limit")

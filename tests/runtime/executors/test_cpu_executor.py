@@ -255,6 +255,19 @@ def test_models_it_cannot_compute(tmp_path: Path, changes: dict[str, object], me
         create_executor("cpu", str(tmp_path / "tiny.gguf"))
 
 
+def test_weights_without_room_are_refused_before_they_are_read(model: Path) -> None:
+    needed = CpuExecutor(load_weights(str(model))).weight_bytes
+    assert create_executor("cpu", str(model), room=needed)
+    for room, left, more in ((needed - 1, needed / 2**20, 1), (-(2**30), 0, 2**10 + -(-needed // 2**20))):
+        with pytest.raises(ExecutorError) as caught:
+            create_executor("cpu", str(model), room=room)
+        assert str(caught.value) == (
+            f"{model} takes {needed / 2**20:.0f} MiB in memory and the memory limit leaves {left:.0f} MiB for it "
+            f"beside what both processes need; raise the limit by at least {more} MiB and what the KV cache is to "
+            "have, or choose a smaller model"
+        )
+
+
 def test_the_environment_chooses_the_path(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BUSLOAD_CPU_ISA", "portable")
     monkeypatch.setenv("BUSLOAD_THREADS", "3")
