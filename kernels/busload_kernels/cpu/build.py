@@ -214,7 +214,10 @@ def _reason(done: subprocess.CompletedProcess[str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Builds the CPU engine, for wheels and images.")
     parser.add_argument("--out", type=Path, default=PREBUILT, help="directory of the library (default: in the package)")
-    print(build(parser.parse_args().out))
+    try:
+        print(build(parser.parse_args().out))
+    except KernelError as error:
+        sys.exit(f"{parser.prog}: {error}")
 
 
 if __name__ == "__main__":

@@ -166,6 +166,14 @@ def test_a_failed_build_says_why_and_leaves_nothing(
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["build.lock"]
 
 
+def test_the_command_says_it_in_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "busload_kernels.cpu.build", "--out", str(tmp_path)]
+    done = subprocess.run(command, env={**os.environ, "CXX": "no-such-compiler"}, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "CXX is 'no-such-compiler', which is no program here" in done.stderr
+
+
 def script(path: Path, body: str) -> Path:
     path.write_text(f"#!/bin/sh\n{body}\n")
     path.chmod(0o755)
