@@ -88,7 +88,8 @@ def config_from_metadata(file: str, metadata: Mapping[str, Any], vocab_size: int
         ffn_size=fields.integer("feed_forward_length", 1, MAX_DIMENSION),
         vocab_size=vocab_size,
         context_length=fields.integer("context_length", 1, MAX_DIMENSION),
-        norm_eps=fields.number("attention.layer_norm_rms_epsilon", 0.0, 1.0),
+        # Above 0: an embedding of zeros (padding) would become 0 / 0, and end the engine with the request that has it.
+        norm_eps=fields.number("attention.layer_norm_rms_epsilon", 1e-12, 1.0),
         ropes=attention.ropes,
         layers=attention.layers,
         attention_scale=head_dim**-0.5 if attention.scale is None else attention.scale,

@@ -73,6 +73,10 @@ WRONG_MODELS = {
         TinyLlama(metadata={"llama.rope.freq_base": float("nan")}),
         "llama.rope.freq_base is nan; must be a number from 1 to 1e+12",
     ),
+    "no epsilon": (
+        TinyLlama(metadata={"llama.attention.layer_norm_rms_epsilon": 0.0}),
+        "llama.attention.layer_norm_rms_epsilon is 0.0; must be a number from 1e-12 to 1",
+    ),
     "kv heads": (
         TinyLlama(metadata={"llama.attention.head_count_kv": 3}),
         "llama.attention.head_count_kv is 3; must be a divisor of attention.head_count (4)",
