@@ -145,23 +145,27 @@ def parse_pace(body: Any) -> Pace:
     if not isinstance(body, dict):
         raise LimitsError(f"objectives and stepLaw must come in an object, got {body!r:.80}")
     _known(body, {"objectives", "stepLaw"}, "objectives and stepLaw")
-    objectives, law = body.get("objectives"), body.get("stepLaw")
-    seconds: list[float | None] = [None, None]
-    if objectives is not None:
-        if not isinstance(objectives, dict):
-            raise LimitsError(f"objectives must be an object with {' and '.join(_OBJECTIVES)}, got {objectives!r:.80}")
-        _known(objectives, set(_OBJECTIVES), "objectives")
-        seconds = [
-            _number(objectives[name], f"objectives.{name}", *_OBJECTIVE_RANGE) / 1000 if name in objectives else None
-            for name in _OBJECTIVES
-        ]
-    if law is None:
-        return Pace(*seconds)
+    first, between = _objectives(body["objectives"]) if "objectives" in body else (None, None)
+    return Pace(first, between, _step_law(body["stepLaw"]) if "stepLaw" in body else None)
+
+
+def _objectives(body: Any) -> tuple[float | None, ...]:
+    """In seconds, in the order of `_OBJECTIVES`."""
+    if not isinstance(body, dict):
+        raise LimitsError(f"objectives must be an object with {' and '.join(_OBJECTIVES)}, got {body!r:.80}")
+    _known(body, set(_OBJECTIVES), "objectives")
+    return tuple(
+        _number(body[name], f"objectives.{name}", *_OBJECTIVE_RANGE) / 1000 if name in body else None
+        for name in _OBJECTIVES
+    )
+
+
+def _step_law(body: Any) -> StepLaw:
     names = [field.name for field in fields(StepLaw)]
-    if not isinstance(law, dict):
-        raise LimitsError(f"stepLaw must be an object with {', '.join(names)}, got {law!r:.80}")
-    _known(law, set(names), "stepLaw")
-    return Pace(*seconds, StepLaw(**{name: _number(law.get(name), f"stepLaw.{name}", *_LAW_RANGE) for name in names}))
+    if not isinstance(body, dict):
+        raise LimitsError(f"stepLaw must be an object with {', '.join(names)}, got {body!r:.80}")
+    _known(body, set(names), "stepLaw")
+    return StepLaw(**{name: _number(body.get(name), f"stepLaw.{name}", *_LAW_RANGE) for name in names})
 
 
 def _limits(body: Any, where: str) -> Limits:

@@ -47,6 +47,8 @@ def test_without_them_the_document_is_as_it_was() -> None:
         ({"stepLaw": {"a": float("nan"), "b": 0, "c": 0, "d": 0}}, "stepLaw.a must be a number"),
         ({"stepLaw": {"a": -1e-9, "b": 0, "c": 0, "d": 0}}, "stepLaw.a must be a number"),
         ({"stepLaw": {"a": 0, "b": 0, "c": 0, "d": 0, "e": 0}}, "unknown field 'e' in stepLaw"),
+        ({"objectives": None}, "objectives must be an object"),
+        ({"stepLaw": None}, "stepLaw must be an object"),
         ({"stepLaw": "fast"}, "stepLaw must be an object with a, b, c, d"),
     ],
 )
