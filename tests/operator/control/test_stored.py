@@ -5,7 +5,7 @@ from typing import Any
 
 from control_helpers import condition, quiet, roll_out, service, until
 from fake_api import FakeApi
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_controller import Running, limits_of, settled, status_of
 
@@ -63,6 +63,7 @@ def test_no_status_at_all() -> None:
     assert stored_status(service()) == {}
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # the first draw loads a lot
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=5))
 def test_no_garbage_gets_through_or_stops_a_tuner(status: dict[str, Any]) -> None:
     before = copy.deepcopy(status)

@@ -137,14 +137,17 @@ def test_facts_of_the_file(text: TextModel, reference: ReferenceExecutor) -> Non
 
 
 def test_text_longer_than_the_window(reference: ReferenceExecutor, cpu: CpuExecutor, text: TextModel) -> None:
-    """Perplexity of 700 tokens, of which most layers see 512: rounding to 8 bits costs a few percent."""
-    prose = (Path(__file__).parents[3] / "docs" / "architecture.md").read_text()
+    """Perplexity of 700 tokens, of which most layers see 512: rounding to 8 bits costs a few percent.
+
+    The 187 tokens behind the window are few: their mean moves by a percent or two on its own.
+    """
+    prose = (Path(__file__).parent / "prose.txt").read_text()
     tokens = text.tokenizer.encode(prose, special=False)[:700]
     losses = [_losses(all_logits(executor, tokens), tokens) for executor in (reference, cpu)]
-    late = slice(512, None)
-    for part in (slice(None), late):
+    for part, bound in ((slice(None), 0.03), (slice(512, None), 0.05)):
         exact, ours = (loss[part].mean() for loss in losses)
-        assert abs(np.exp(ours - exact) - 1) < 0.03
+        print(f"perplexity {np.exp(exact):.2f} -> {np.exp(ours):.2f} ({np.exp(ours - exact) - 1:+.2%})")
+        assert abs(np.exp(ours - exact) - 1) < bound
 
 
 def _losses(logits: NDArray[np.float32], tokens: list[int]) -> NDArray[np.float64]:
