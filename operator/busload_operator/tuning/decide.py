@@ -7,7 +7,15 @@ from busload_operator.tuning import words
 from busload_operator.tuning.diagnose import QUEUE
 from busload_operator.tuning.fit import TRUSTED_BEYOND
 from busload_operator.tuning.scale import add_replicas, buy_ahead, remove_replica, sell
-from busload_operator.tuning.settings import Candidate, Situation, batch_ceiling, predict, raise_batch, raise_kv_cache
+from busload_operator.tuning.settings import (
+    Candidate,
+    Situation,
+    batch_ceiling,
+    predict,
+    prepare,
+    raise_batch,
+    raise_kv_cache,
+)
 from busload_operator.tuning.state import Phase
 from busload_operator.tuning.types import Bottleneck, Knob, Mode, Prediction, Reason
 
@@ -34,7 +42,7 @@ def decide(s: Situation) -> Candidate | str | None:
     found = _by_phase(s)
     if isinstance(found, Candidate) or not _is_in_time(s):
         return found
-    return buy_ahead(s) or sell(s) or found
+    return buy_ahead(s) or prepare(s) or sell(s) or found
 
 
 def replicas_meanwhile(s: Situation) -> Candidate | None:

@@ -7,7 +7,7 @@ from busload_operator.tuning.demand import Cost, cost
 from busload_operator.tuning.headroom import Outcomes
 from busload_operator.tuning.observe import Picture
 from busload_operator.tuning.settings import KV_MARGIN
-from busload_operator.tuning.sizing import Plan, Seen, plan
+from busload_operator.tuning.sizing import Plan, Seen, plan, unplanned
 from busload_operator.tuning.state import State
 from busload_operator.tuning.types import Inputs, Knob, Law
 from busload_operator.tuning.window import PodWindow
@@ -19,7 +19,7 @@ ASSUMED_STARTUP = 60.0
 def replica_plan(state: State, inputs: Inputs, picture: Picture, law: Law | None) -> tuple[State, Plan | None]:
     """The computed number, or None while the law or the lengths are not known, or too few pods speak."""
     if not picture.majority or law is None or not law.usable or not state.lengths.known:
-        return replace(state, sizing=replace(state.sizing, wants=(), short=0)), None
+        return replace(state, sizing=unplanned(state.sizing, inputs.now)), None
     windows = picture.windows
     each = cost(law, state.lengths)
     if not each.slope > 0:

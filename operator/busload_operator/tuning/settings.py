@@ -1,5 +1,6 @@
 """Candidates that change a setting: what they would bring, or why they are out."""
 
+import math
 from dataclasses import dataclass, replace
 
 from busload_operator.tuning import words
@@ -26,6 +27,10 @@ ITL_MARGIN = 0.9
 """Share of the inter-token objective that a mean step may use; the rest is for the noise of steps."""
 KV_MARGIN = 0.9
 """Share of the KV pool that the mean request lengths may fill; the rest spares preemptions."""
+NEARLY_KV, NEARLY_PLACES = 0.7, 0.9
+"""Share of the KV cache and of the batch limit in use from which more is made ready."""
+PREPARE_SECONDS = 30.0
+"""Between two such changes."""
 SURE = 0.05
 """Standard error of a predicted step time that is worth a word."""
 KV_STEP = 20
@@ -161,6 +166,36 @@ def raise_kv_cache(s: Situation) -> Candidate | str:
     return Candidate(
         Knob.KV_CACHE_PERCENT, now, after, Reason.WAIT_FROM_KV_CACHE, message, prediction, limits, s.inputs.replicas
     )
+
+
+def prepare(s: Situation) -> Candidate | None:
+    """More room before requests wait for it, where it is nearly used up and the law says that more is good: KV cache
+    while memory bounds the batch rather than the inter-token objective, then places in the batch."""
+    law, changed = s.usable_law, s.state.changed_at
+    if law is None or (changed is not None and s.inputs.now - changed < PREPARE_SECONDS):
+        return None
+    limits, most = s.inputs.limits, s.inputs.bounds.kv_cache_percent.max
+    within = batch_within(law, s.work, ITL_MARGIN * s.inputs.objectives.inter_token_latency)
+    held = s.seen.kv_per_request
+    fits = KV_MARGIN * s.seen.kv_tokens / held if held > 0 else math.inf
+    percent = min([most, limits.kv_cache_percent + KV_STEP, *(r - 1 for r in s.refused(Knob.KV_CACHE_PERCENT))])
+    if s.seen.kv_used >= NEARLY_KV and fits < within and percent > limits.kv_cache_percent:
+        text = f"the KV cache is {words.percent(s.seen.kv_used)} full, and the objective allows a larger batch"
+        lifted = replace(limits, kv_cache_percent=percent)
+        return _prepared(s, Knob.KV_CACHE_PERCENT, limits.kv_cache_percent, percent, text, lifted)
+    after = min(batch_ceiling(s).value, int(MAX_FACTOR * limits.batch_size))
+    peak = max((u.running_per_pod for u in s.state.usage if u.at > s.inputs.now - PREPARE_SECONDS), default=0.0)
+    if peak >= NEARLY_PLACES * limits.batch_size and after > (1 + MIN_GAIN) * limits.batch_size:
+        text = f"up to {peak:.0f} of {limits.batch_size} places are taken, and the law allows more"
+        lifted = replace(limits, batch_size=after, token_budget=max(limits.token_budget, after))
+        return _prepared(s, Knob.BATCH_SIZE, limits.batch_size, after, text, lifted)
+    return None
+
+
+def _prepared(s: Situation, knob: Knob, before: int, after: int, text: str, limits: Limits) -> Candidate:
+    prediction = Prediction(s.seen.tokens_per_second, 0.0, s.seen.itl, "the load as it is, which nothing waits for")
+    message = f"{knob} {before} -> {after}: {text}."
+    return Candidate(knob, before, after, Reason.NEARLY_FULL, message, prediction, limits, s.inputs.replicas)
 
 
 def predict(s: Situation, places: float) -> Prediction:

@@ -25,6 +25,8 @@ HOLD_MOST = 180.0
 HOLD_LEAST = 60.0
 CALM_TO_FORGET = 600.0
 """Without a purchase after which the learned hold time is halved."""
+HOLE_SECONDS = 30.0
+"""Without a plan, after which hold times begin anew."""
 _LOAD_SECONDS = 30.0
 
 
@@ -99,12 +101,12 @@ def plan(old: Sizing, seen: Seen) -> tuple[Sizing, Plan | None]:
     offered = forecast(seen.arrivals, seen.cost.work, seen.lead)
     most = seen.batch * seen.cost.slope / (seen.law.a + seen.batch * seen.cost.slope)
     if offered is None or not most > 0:
-        return replace(old, wants=(), short=0), None
+        return unplanned(old, seen.now), None
     now, n = seen.now, seen.replicas
     queued = seen.waiting * seen.cost.work
     wait = queued / max(1e-9, seen.ready * most)
     late = wait > seen.time_to_first_token / 2
-    sizing = replace(old, since=now if old.since is None else old.since)
+    sizing = replace(unplanned(old, now), since=now if old.since is None else old.since, short=old.short)
     sizing = _learn(sizing, seen, most, late)
     capacity = sizing.kappa.value * most
     expected = offered.expected(n * capacity)
@@ -137,6 +139,13 @@ def plan(old: Sizing, seen: Seen) -> tuple[Sizing, Plan | None]:
         lead=seen.lead,
         load_after=expected * errors.down / sell_to,
     )
+
+
+def unplanned(old: Sizing, now: float) -> Sizing:
+    """After a step without a plan. A few of them, as while pods take on new limits, leave what was needed before as it
+    is; a longer hole may hide a load."""
+    hole = bool(old.wants) and now - old.wants[-1][0] > HOLE_SECONDS
+    return replace(old, wants=() if hole else old.wants, short=0)
 
 
 def _learn(sizing: Sizing, seen: Seen, most: float, late: bool) -> Sizing:

@@ -52,6 +52,7 @@ class Reason(StrEnum):
     TIME_LIMIT_PASSED = "TimeLimitPassed"
     OFFERED_WORK = "OfferedWork"
     OUT_OF_MEMORY = "OutOfMemory"
+    NEARLY_FULL = "NearlyFull"
     INTER_TOKEN_OBJECTIVE_MISSED = "InterTokenObjectiveMissed"
     LOW_USE = "LowUse"
 

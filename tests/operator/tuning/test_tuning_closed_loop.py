@@ -469,3 +469,20 @@ def test_lost_state_keeps_the_change_and_goes_on() -> None:
     service.run(30)
     assert [d.id for d in service.decisions] == [1, 2]
     assert service.limits.batch_size == 16
+
+
+def test_kv_cache_is_made_ready_before_requests_wait_for_it() -> None:
+    """The cache fills up while nothing waits; by the law the objective allows a larger batch than the cache does."""
+    service = Service(
+        blocks=100,
+        limits=replace(LIMITS, batch_size=32),
+        bounds=replace(BOUNDS, replicas=Range(1, 1)),
+        noise=0.05,
+    )
+    service.rate = lambda now: 0.3 + 0.35 * ((now - START) // 60 % 2)
+    service.run(600)
+    raised = [d for d in service.decisions if d.knob is Knob.KV_CACHE_PERCENT]
+    assert raised
+    assert raised[0].reason is Reason.NEARLY_FULL
+    assert (raised[0].before, raised[0].after) == (50, 70)
+    assert "and the objective allows a larger batch" in raised[0].message
