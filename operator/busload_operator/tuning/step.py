@@ -1,5 +1,6 @@
 """The whole loop of one service, once: observe, fit, diagnose, verify, decide. Deterministic, no I/O, no clock."""
 
+import json
 from dataclasses import dataclass, replace
 
 from busload_operator.tuning import words
@@ -393,13 +394,20 @@ def _recommend(
     text = "only recommended, nothing was changed."
     decision = replace(
         decision,
-        message=f"Recommended: {decision.message}",
+        message=f"Recommended: {decision.message} As a merge patch: {_patch(decision)}",
         outcome=Outcome(Verdict.INCONCLUSIVE, message=text),
         applied=False,
     )
     made = Recommended(decision.knob, decision.before, decision.at + RETRY_SECONDS)
     state = replace(state, next_id=state.next_id + 1, recommended=(*known, made))
     return state, decision, (), target, hold
+
+
+def _patch(decision: Decision) -> str:
+    """The recommendation as a JSON merge patch of the service, for a pull request or `kubectl patch --type merge`: a
+    bound moves what is in force even where tuning only recommends."""
+    end = "min" if decision.after > decision.before else "max"
+    return json.dumps({"spec": {"bounds": {decision.knob.value: {end: decision.after}}}}, separators=(",", ":"))
 
 
 def _numbers(s: Situation) -> tuple[tuple[str, str], ...]:
