@@ -8,6 +8,9 @@ import sys
 
 import openai
 
+# Small models answer it right whatever rounding their weights went through.
+QUESTION = "What is the capital of France, and why do people visit it? Answer in two sentences."
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -19,11 +19,11 @@ from typing import Any
 from busload_runtime.bench.outcome import Level
 from e2e import access, services
 from e2e.access import ROOT, Cluster, wait_for
+from e2e.ask import QUESTION
 from e2e.steps import OUT, Steps, say
 
 NAMESPACE = "default"
 NAME = "chat"
-QUESTION = "What is the capital of France, and why do people visit it? Answer in two sentences."
 BURST = 32
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from e2e import services
 from e2e.access import Cluster, condition, wait_for
+from e2e.ask import QUESTION
 
 CHILDREN = "serviceaccounts,configmaps,deployments.apps,services,pods"
 
@@ -25,9 +26,7 @@ def test_apply_answers_changes_and_goes(operator: Cluster, namespace: str) -> No
     assert service["status"]["tuned"]["batchSize"] == 4
 
     with operator.reach(namespace, "chat") as (url, prefix):
-        ask = operator.program(
-            prefix, "e2e.ask", "--url", f"{url}/v1", "--model", "chat", "What is the capital of France?"
-        )
+        ask = operator.program(prefix, "e2e.ask", "--url", f"{url}/v1", "--model", "chat", QUESTION)
         answer, errors = ask.communicate(timeout=120)
     assert ask.returncode == 0, errors
     assert "Paris" in answer
