@@ -136,7 +136,15 @@ def test_pod_without_root_serves_through_its_cluster_ip_and_name(
     assert "Read-only file system" in refused
     address = cluster.get("service", "web", "-n", space)["spec"]["clusterIP"]
     fetch = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=10).status)"
-    assert run_in_network("python3", "-c", fetch, f"http://{address}:8000/").strip() == "200"
+
+    def answers() -> bool:
+        try:
+            return run_in_network("python3", "-c", fetch, f"http://{address}:8000/").strip() == "200"
+        except subprocess.CalledProcessError:
+            return False
+
+    # kube-proxy hears of a ready pod a moment after everybody else.
+    wait_for(answers, 20, f"{address}:8000 to answer")
     # A pod that asks for itself by name: cluster DNS, the Service and the way back through the bridge.
     inside = cluster.kubectl("exec", "web", "-n", space, "--", "python3", "-c", fetch, f"http://web.{space}:8000/")
     assert inside.strip() == "200"
