@@ -152,7 +152,7 @@ def test_only_the_plot_needs_matplotlib_and_says_so(tmp_path: Path) -> None:
     """In a process where neither matplotlib, numpy, kopf nor the server's libraries can be imported."""
     script = (
         "import sys\n"
-        "for name in ('matplotlib', 'numpy', 'kopf', 'kubernetes', 'msgspec', 'zmq', 'fastapi', 'aiohttp', 'gguf'):\n"
+        "for name in ('matplotlib', 'numpy', 'kopf', 'kubernetes', 'msgspec', 'fastapi', 'aiohttp', 'gguf'):\n"
         "    sys.modules[name] = None\n"
         "from busload_operator.cli import main\n"
         "main()\n"
