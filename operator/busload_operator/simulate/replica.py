@@ -294,20 +294,28 @@ class Replica:
         if self._plan is not None:
             self._end_planned(self._plan, ends[0])
             return
-        levels, sums = self._scheduler.levels(), self._sums
+        levels, sums, start = self._scheduler.levels(), self._sums, self._clock
         batch, waiting, kv_tokens = levels.running, levels.waiting, levels.kv_tokens
+        outputs = self._scheduler.decode(len(ends), self._tokens)
+        jobs = [self._jobs[output.request_id] for output in outputs]
+        # Whose last token is older than the step before was preempted: its gap is longer than the step.
+        gaps = [ends[0] - job.last for job in jobs if job.last is not None and job.last != start]
+        for gap in gaps:
+            sums.itl_sum += gap
+        going_on = batch - len(gaps)
         for end in ends:
             seconds = end - self._clock
             sums.busy_seconds += seconds
             sums.batch_seconds += batch * seconds
             sums.queue_seconds += waiting * seconds
             sums.kv_token_seconds += kv_tokens * seconds
-            sums.itl_sum += batch * seconds
+            sums.itl_sum += going_on * seconds
+            going_on = batch
             kv_tokens += batch
             self._clock = end
         sums.itl_count += batch * len(ends)
-        for output in self._scheduler.decode(len(ends), self._tokens):
-            self._jobs[output.request_id].last = self._clock
+        for job, output in zip(jobs, outputs, strict=True):
+            job.last = self._clock
             if output.finish_reason is not None:
                 self._finish(output)
 

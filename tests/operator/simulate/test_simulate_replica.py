@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from busload_operator.simulate.hardware import HARDWARE, Hardware, SetupError, StepLaw
 from busload_operator.simulate.replica import Job, Replica
@@ -87,6 +87,8 @@ def drive(
     late_after=st.none() | st.floats(0.05, 20.0),
     token_gap=st.none() | st.floats(0.005, 0.1),
 )
+# A preempted request whose recomputation ended one token short: its next token is a plain decode, its gap is not.
+@example([(0.0, 97, 81, False), (0.5, 25, 42, False), (0.0, 112, 34, False)], 400, {}, 1.0, 0.0, None, 1 / 64)
 def test_skipping_ahead_equals_stepping_one_by_one(
     load: list[tuple[float, int, int, bool]],
     kv_tokens: int,
