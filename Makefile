@@ -11,7 +11,7 @@ export CLUSTER REGISTRY
 
 .PHONY: help
 help: ## This list
-	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 	@echo; echo "  demo and demo-down take:"
 	@echo "  CLUSTER=current     the cluster of your current kubeconfig (default: embedded, one of its own)"
 	@echo "  REGISTRY=host/path  with CLUSTER=current: where to push the images when the cluster cannot load them"
@@ -27,10 +27,12 @@ demo-down: ## Removes all that `make demo` brought up
 setup: ## Virtual environment with everything the tests need
 	@$(PYTHON) -m e2e.setup test
 
-.PHONY: test test-unit e2e lint
+.PHONY: test test-unit test-contract e2e lint
 test: lint test-unit e2e ## Everything: lint, types, unit tests, end-to-end on the embedded cluster
 test-unit: setup ## Unit and property tests (no cluster)
 	$(PY) -m pytest tests
+test-contract: setup ## What a client may rely on, against a live server
+	$(PY) -m pytest tests/contract
 e2e: setup ## End-to-end tests on the embedded cluster (root, Go)
 	$(PY) -m pytest e2e
 lint: setup ## ruff, and mypy with strict types

@@ -16,6 +16,8 @@ import httpx
 START = "from busload_operator.cli import main; main()"
 # Enough for the tiny model's pool, little for the machine.
 MEMORY = 2_000_000_000
+BUNDLED = "smollm2-135m-instruct"
+"""The model that `busload serve` has with it, by the name it is served under."""
 
 
 class LiveServer:

@@ -1,0 +1,22 @@
+"""One live `busload serve` for all contract tests."""
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+from live_server import BUNDLED, LiveServer, running
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """The bundled model on the CPU engine; shared, so tests leave it as idle as they found it."""
+    flags = ("--executor=cpu", f"--served-model-name={BUNDLED}", "--batch-size=8", "--max-sequence-length=4096")
+    with running(tmp_path_factory.mktemp("contract"), *flags) as live:
+        yield live
+
+
+@pytest.fixture(scope="session")
+def client(server: LiveServer) -> Iterator[openai.OpenAI]:
+    """The official client, which sees each answer once: it retries nothing."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60) as official:
+        yield official
