@@ -66,6 +66,12 @@ class Shaping(Structure):
     )
 
 
+class Logprobs(Structure):
+    """`BlLogprobs`."""
+
+    _fields_ = (("top_tokens", c_void_p), ("top", c_void_p), ("num_top", c_int32), ("drawn", c_float))
+
+
 class Sampling(Structure):
     """`BlSampling`."""
 
@@ -77,6 +83,7 @@ class Sampling(Structure):
         ("index", c_uint64),
         ("top_k", c_int64),
         ("shaping", c_void_p),
+        ("logprobs", c_void_p),
     )
 
 

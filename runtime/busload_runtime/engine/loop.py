@@ -128,6 +128,7 @@ def _sampling(message: Submit) -> SamplingParams:
         top_k=message.top_k,
         seed=message.seed,
         min_p=message.min_p,
+        logprobs=message.logprobs,
         shaping=None if shaping == Shaping() else shaping,
     )
 
@@ -144,4 +145,5 @@ def _token_out(output: Output) -> TokenOut:
         output.cached_tokens,
         output.queue_seconds,
         output.error,
+        output.logprobs,
     )

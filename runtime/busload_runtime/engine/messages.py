@@ -6,6 +6,8 @@ process closes the socket or dies.
 
 import msgspec
 
+from busload_runtime.engine.plan import Logprobs
+
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
     """A request for the queue. The HTTP process has checked it: token ids in range, length within the known limits."""
@@ -30,6 +32,8 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
     """Token ids, checked against the vocabulary, and what is added to their logits."""
+    logprobs: int | None = None
+    """How many of the most likely tokens come with each drawn one and its log-probability; None: nothing of it."""
     submitted_at: float = 0.0
     """`time.monotonic()` of the HTTP process when it sent this (one clock for all processes of a machine), so that time
     spent in the socket while a step runs counts as waiting. 0: counted from the moment the engine reads it."""
@@ -86,6 +90,7 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True):
     queue_seconds: float = 0.0
     """Time from submission to the first step that computed it (set on the first token)."""
     error: str | None = None
+    logprobs: Logprobs | None = None
 
 
 class Tokens(msgspec.Struct, tag=True, frozen=True):

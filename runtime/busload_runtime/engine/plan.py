@@ -2,6 +2,7 @@
 
 from array import array
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,8 @@ class SamplingParams:
     """Tokens less likely than this share of the most likely one are left out (Nguyen et al. 2024)."""
     shaping: Shaping | None = None
     """None: the logits as they are, at no cost."""
+    logprobs: int | None = None
+    """How many of the most likely tokens are reported with the drawn one; None: nothing is, at no cost."""
 
 
 @dataclass(slots=True)
@@ -79,9 +82,21 @@ class Plan:
         return sum(len(chunk.tokens) for chunk in self.chunks)
 
 
+class Logprobs(NamedTuple):
+    """Natural logarithms of probabilities: log-softmax of the model's logits before shaping and temperature, which is
+    what vLLM reports unless told otherwise. A named tuple, which travels between the processes as it is."""
+
+    drawn: float
+    """Of the drawn token."""
+    top: tuple[tuple[int, float], ...]
+    """The most likely tokens, most likely first, of equals the lower id first."""
+
+
 @dataclass(slots=True)
 class Sampled:
     """One drawn token. Not declared frozen for the reason `Chunk` is not."""
 
     request_id: int
     token: int
+    logprobs: Logprobs | None = None
+    """There when `SamplingParams.logprobs` asked for it."""

@@ -4,7 +4,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from busload_runtime.engine.block_pool import Block
-from busload_runtime.engine.plan import SamplingParams
+from busload_runtime.engine.plan import Logprobs, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -80,3 +80,4 @@ class Output:
     queue_seconds: float = 0.0
     """Arrival to the first step, set on the first token."""
     error: str | None = None
+    logprobs: Logprobs | None = None

@@ -189,7 +189,7 @@ class Scheduler:
         if plan is not self._planned:
             raise ValueError("commit takes the plan made last, once")
         self._planned = None
-        drawn = {draw.request_id: draw.token for draw in sampled}
+        drawn = {draw.request_id: draw for draw in sampled}
         expected = [chunk.request_id for chunk in plan.chunks if chunk.sampling is not None]
         if len(sampled) != len(expected) or drawn.keys() != set(expected):
             raise ValueError(f"the executor drew tokens for requests {sorted(drawn)}, planned were {sorted(expected)}")
@@ -397,13 +397,14 @@ class Scheduler:
             request.history if last else None,
         )
 
-    def _draw(self, request: Request, token: int) -> Output:
+    def _draw(self, request: Request, draw: Sampled) -> Output:
         """Appends a drawn token and ends the request if it was the last one."""
+        token = draw.token
         self.counters.generated_tokens += 1
         request.tokens.append(token)
         if request.history is not None:
             request.history.append(token)
-        output = Output(request.request_id, token)
+        output = Output(request.request_id, token, logprobs=draw.logprobs)
         length = len(request.tokens)
         drawn = length - request.prompt_length
         if drawn == 1 and request.started is not None:

@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 
 from busload_kernels.cpu import library as native
 from busload_kernels.cpu.errors import KernelError
-from busload_runtime.engine.plan import Chunk, Plan, Sampled, SamplingParams, Shaping
+from busload_runtime.engine.plan import Chunk, Logprobs, Plan, Sampled, SamplingParams, Shaping
 from busload_runtime.executors.cpu_model import PackedModel
 from busload_runtime.executors.cpu_threads import usable_threads
 from busload_runtime.executors.errors import ExecutorError, wrong_plan
 from busload_runtime.executors.sampling import history_of
 from busload_runtime.model.weights import WeightFile
 
-_SAMPLING = "dddQQqQ"  # native.Sampling
-_GREEDY = (0.0, 1.0, 0.0, 0, 0, 0, 0)
+_SAMPLING = "dddQQqQQ"  # native.Sampling
+_GREEDY = (0.0, 1.0, 0.0, 0, 0, 0, 0, 0)
 _KV_FORMATS = {"int8": native.KV_INT8, "fp32": native.KV_FP32}
 _BANDWIDTH_BYTES = 2**26
 _BANDWIDTH_SECONDS = 0.1
@@ -108,9 +108,12 @@ class CpuExecutor:
             if chunk.sampling is not None
         ]
         shaped = [_Shaping(chunk, params.shaping) if params.shaping else None for chunk, params, _ in drawing]
+        scored = [
+            None if params.logprobs is None else _Logprobs(params.logprobs, self.vocab_size) for _, params, _ in drawing
+        ]
         sampling = [
-            _sampling(params, chunk.sample_index, shape.address if shape else 0)
-            for (chunk, params, _), shape in zip(drawing, shaped, strict=True)
+            _sampling(params, chunk.sample_index, shape.address if shape else 0, score.address if score else 0)
+            for (chunk, params, _), shape, score in zip(drawing, shaped, scored, strict=True)
         ]
         tokens = self._step(plan.chunks, [row for _, _, row in drawing], sampling, None)
         for token, (chunk, _, _) in zip(tokens, drawing, strict=True):
@@ -119,7 +122,10 @@ class CpuExecutor:
                     f"request {chunk.request_id}: the model's output is not a number at position {chunk.length_after}; "
                     "its weights are corrupt, download the model again"
                 )
-        return [Sampled(chunk.request_id, token) for token, (chunk, _, _) in zip(tokens, drawing, strict=True)]
+        return [
+            Sampled(chunk.request_id, token, score.read() if score else None)
+            for token, (chunk, _, _), score in zip(tokens, drawing, scored, strict=True)
+        ]
 
     def logits(self, chunks: Sequence[Chunk], rows: Sequence[int]) -> NDArray[np.float32]:
         """Logits [len(rows), vocab] of a step's `rows` (indices of tokens over all chunks); nothing is drawn."""
@@ -205,6 +211,19 @@ class _Shaping:
         self.address = ctypes.addressof(self._struct)
 
 
-def _sampling(params: SamplingParams, sample_index: int, shaping: int) -> tuple[float, ...]:
-    top_k = min(params.top_k, 2**31 - 1)
-    return params.temperature, params.top_p, params.min_p, params.seed % 2**64, sample_index, top_k, shaping
+class _Logprobs:
+    """`native.Logprobs` of a chunk, with the arrays that it points to."""
+
+    def __init__(self, num_top: int, vocab_size: int) -> None:
+        num_top = min(num_top, vocab_size)
+        self._tokens, self._top = array("i", [0]) * num_top, array("f", [0.0]) * num_top
+        self._struct = native.Logprobs(self._tokens.buffer_info()[0], self._top.buffer_info()[0], num_top)
+        self.address = ctypes.addressof(self._struct)
+
+    def read(self) -> Logprobs:
+        return Logprobs(self._struct.drawn, tuple(zip(self._tokens, self._top, strict=True)))
+
+
+def _sampling(params: SamplingParams, sample_index: int, shaping: int, logprobs: int) -> tuple[float, ...]:
+    top_k, seed = min(params.top_k, 2**31 - 1), params.seed % 2**64
+    return params.temperature, params.top_p, params.min_p, seed, sample_index, top_k, shaping, logprobs

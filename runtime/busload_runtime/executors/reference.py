@@ -18,7 +18,7 @@ from busload_runtime.engine.plan import Chunk, Plan, Sampled
 from busload_runtime.executors.errors import ExecutorError, wrong_plan
 from busload_runtime.executors.kv_pool import KvPool
 from busload_runtime.executors.linear import Linear, rows_of, tile, usable_threads
-from busload_runtime.executors.sampling import history_of, sample, shape
+from busload_runtime.executors.sampling import history_of, logprobs_of, sample, shape
 from busload_runtime.model.architectures.description import Activation
 from busload_runtime.model.config import ModelConfig
 from busload_runtime.model.progress import LoadProgress
@@ -84,8 +84,8 @@ class ReferenceExecutor:
         chunks = sorted(plan.chunks, key=lambda chunk: len(chunk.tokens) > 1)
         drawing = [(chunk, end - 1) for chunk, (_, end) in _with_rows(chunks) if chunk.sampling is not None]
         logits = self.logits(chunks, [row for _, row in drawing])
-        tokens = {chunk.request_id: _draw(chunk, row) for (chunk, _), row in zip(drawing, logits, strict=True)}
-        return [Sampled(c.request_id, tokens[c.request_id]) for c in plan.chunks if c.sampling is not None]
+        drawn = {chunk.request_id: _draw(chunk, row) for (chunk, _), row in zip(drawing, logits, strict=True)}
+        return [drawn[chunk.request_id] for chunk in plan.chunks if chunk.sampling is not None]
 
     def _check(self, plan: Plan) -> None:
         """Raises `ExecutorError` where numpy would count from the end, or write a block that is not the request's."""
@@ -284,17 +284,22 @@ def _attend(queries: Array, keys: Array, values: Array, scale: float, window: in
     return mixed.reshape(num_kv_heads, -1, n, head_dim).transpose(2, 0, 1, 3).reshape(n, num_heads, head_dim)
 
 
-def _draw(chunk: Chunk, logits: Array) -> int:
+def _draw(chunk: Chunk, logits: Array) -> Sampled:
     if not np.isfinite(logits).all():
         raise ExecutorError(
             f"request {chunk.request_id}: the model's output is not a number at position {chunk.length_after}; "
             "its weights are corrupt, download the model again"
         )
-    assert chunk.sampling is not None
-    if chunk.sampling.shaping is not None:
+    params = chunk.sampling
+    assert params is not None
+    shaped = logits
+    if params.shaping is not None:
         history = history_of(chunk)
-        logits = shape(logits, chunk.sampling.shaping, history, min(chunk.sample_index, len(history)))
-    return sample(logits, chunk.sampling, chunk.sample_index)
+        shaped = shape(logits, params.shaping, history, min(chunk.sample_index, len(history)))
+    token = sample(shaped, params, chunk.sample_index)
+    return Sampled(
+        chunk.request_id, token, None if params.logprobs is None else logprobs_of(logits, token, params.logprobs)
+    )
 
 
 def measure_copy_bandwidth(num_bytes: int = 2**25) -> float:

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from busload_runtime.engine.plan import Chunk, SamplingParams, Shaping
+from busload_runtime.engine.plan import Chunk, Logprobs, SamplingParams, Shaping
 from busload_runtime.executors.errors import ExecutorError
 
 Array: TypeAlias = NDArray[np.float32]
@@ -69,6 +69,16 @@ def sample(logits: Array, params: SamplingParams, sample_index: int) -> int:
     place = int(np.searchsorted(cumulative, uniform(params.seed, sample_index) * cumulative[-1], side="right"))
     # The product can round up to the total; the last token with any weight is then the one meant.
     return int(tokens[min(place, int(np.flatnonzero(weights)[-1]))])
+
+
+def logprobs_of(logits: Array, drawn: int, num_top: int) -> Logprobs:
+    """Log-softmax of `logits` [vocab] (finite), computed in fp64, for the drawn token and the `num_top` likeliest."""
+    peak = float(logits.max())
+    normaliser = peak + float(np.log(np.exp(logits.astype(np.float64) - peak).sum()))
+    likely = _most_likely(logits, max(1, num_top))
+    ranked = likely[np.argsort(-logits[likely], kind="stable")][:num_top]
+    top = tuple((token, float(logits[token]) - normaliser) for token in ranked.tolist())
+    return Logprobs(float(logits[drawn]) - normaliser, top)
 
 
 def uniform(seed: int, sample_index: int) -> float:

@@ -4,6 +4,7 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -393,3 +394,45 @@ def test_memory_that_cannot_be_had_is_said(executor: AnyExecutor, tmp_path: Path
         ExecutorError, match=re.escape("cannot reserve") + r" \d+ KV blocks \(\d+ bytes of address space\)"
     ):
         another.reserve(2**62 // another.bytes_per_block)
+
+
+# Log-probabilities.
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    params=samplings, index=st.integers(0, 30), data=st.integers(0, 1000), num_top=st.sampled_from((0, 1, 5, 20, 400))
+)
+def test_logprobs_are_the_log_softmax_of_the_models_own_logits(
+    executor: AnyExecutor, params: SamplingParams, index: int, data: int, num_top: int
+) -> None:
+    """Whatever bias, penalties and temperature make of the draw, which asking for them does not change."""
+    tokens = random_tokens(40, data)
+    expected = torch.log_softmax(torch.tensor(last_logits(executor, tokens), dtype=torch.float64), 0).numpy()
+    history = array("i", tokens)
+    asked = Chunk(4, tokens, 0, blocks_for(executor, 40), replace(params, logprobs=num_top), index, history)
+    silent = replace(asked, request_id=5, blocks=blocks_for(executor, 40, 60), sampling=params)
+    with_logprobs, without = executor.run(Plan((asked, silent)))
+    assert without == Sampled(5, with_logprobs.token)
+    found = with_logprobs.logprobs
+    assert found is not None
+    assert found.drawn == pytest.approx(expected[with_logprobs.token], abs=2e-5)
+    assert len(found.top) == min(num_top, VOCABULARY)
+    ranked = sorted(range(VOCABULARY), key=lambda token: (-expected[token], token))
+    np.testing.assert_allclose([value for _, value in found.top], expected[ranked[:num_top]], atol=2e-5)
+    np.testing.assert_allclose([expected[token] for token, _ in found.top], expected[ranked[:num_top]], atol=2e-5)
+
+
+def test_a_greedy_token_is_the_most_likely_one_also_among_equals(tmp_path: Path, name: str) -> None:
+    rows = np.zeros((VOCABULARY, 192), np.float32)
+    rows[[9, 40, 200]] = np.random.default_rng(0).standard_normal(192, np.float32)
+    rows[[17, 41, 250]] = -rows[9]
+    executor = make(name, tmp_path, tiny(extra_tensors={"output.weight": rows}))
+    chunk = Chunk(1, random_tokens(5), 0, (0,), SamplingParams(temperature=0, logprobs=4))
+    (sampled,) = executor.run(Plan((chunk,)))
+    assert sampled.logprobs is not None
+    tokens = [token for token, _ in sampled.logprobs.top]
+    assert tokens[:3] == sorted(tokens[:3])
+    assert set(tokens[:3]) in ({9, 40, 200}, {17, 41, 250})
+    assert tokens[3] == 0  # the first of all that are left, which are equal
+    assert (sampled.token, sampled.logprobs.drawn) == sampled.logprobs.top[0]

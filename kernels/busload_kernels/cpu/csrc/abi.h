@@ -56,6 +56,14 @@ typedef struct {
   int64_t num_biases;
 } BlShaping;
 
+// Log-probabilities that go with a draw: of the softmax of the model's own logits, before bias, penalties and temperature.
+typedef struct {
+  int32_t* top_tokens;  // [num_top] out: the most likely tokens, most likely first, of equals the lower id first
+  float* top;           // [num_top] out: theirs
+  int32_t num_top;      // 0 .. vocab
+  float drawn;          // out: that of the drawn token
+} BlLogprobs;
+
 typedef struct {
   double temperature;  // 0: greedy
   double top_p;
@@ -64,6 +72,7 @@ typedef struct {
   uint64_t index;      // tokens the request has drawn before: with the seed it fixes the draw
   int64_t top_k;       // 0: all tokens
   const BlShaping* shaping;  // NULL: none
+  BlLogprobs* logprobs;      // NULL: not asked for
 } BlSampling;
 
 typedef struct {

@@ -171,11 +171,14 @@ struct BlEngine {
       if (step.chunk_blocks[c + 1] - step.chunk_blocks[c] < needed) return false;
       if (!within(step.blocks + step.chunk_blocks[c], needed, step.num_blocks)) return false;
     }
-    for (int s = 0; s < step.num_samples; s++)
+    for (int s = 0; s < step.num_samples; s++) {
+      if (const BlLogprobs* logprobs = step.sampling[s].logprobs)
+        if (logprobs->num_top < 0 || logprobs->num_top > model.vocab) return false;
       if (const BlShaping* shaping = step.sampling[s].shaping)
         if (!within(shaping->history, shaping->prompt_tokens + shaping->drawn_tokens, model.vocab) ||
             !within(shaping->bias_tokens, shaping->num_biases, model.vocab))
           return false;
+    }
     const int64_t tokens = (int64_t)rows.size();
     if (!within(step.tokens, tokens, model.vocab) || !within(step.sample_rows, step.num_samples, tokens)) return false;
     std::vector<bool> continued(tokens);
@@ -373,8 +376,7 @@ struct Pass {
     team.share(id, count, [&](int s) {
       float* logits = row(buffers.logits, s, width);
       if (step.logits) memcpy(row(step.logits, s, m.vocab), logits, (size_t)m.vocab * sizeof(float));
-      if (step.sampling[s].shaping) shape(logits, *step.sampling[s].shaping, buffers.sampling[id]);
-      step.sampled[s] = sample(k, logits, m.vocab, step.sampling[s], buffers.sampling[id]);
+      step.sampled[s] = draw(k, logits, m.vocab, step.sampling[s], buffers.sampling[id]);
     });
     end(id, kSample);
   }

@@ -50,7 +50,35 @@ int nucleus(const float* weights, int n, double share, int32_t* order) {
   return count;
 }
 
+// Log-softmax of `logits` for the drawn token and the most likely ones.
+void report(const Kernels& kernels, const float* logits, int vocab, int32_t drawn, BlLogprobs& out, const SampleScratch& s) {
+  const float peak = logits[kernels.argmax(logits, vocab)];
+  const double normaliser = peak + log(kernels.exponentials(logits, s.weights, vocab, 1, peak));
+  out.drawn = (float)(logits[drawn] - normaliser);
+  if (!out.num_top) return;
+  const float bound = kth_largest(logits, vocab, out.num_top);
+  int32_t* end = s.order;
+  for (int i = 0; i < vocab; i++)
+    if (logits[i] >= bound) *end++ = i;
+  std::partial_sort(s.order, s.order + out.num_top, end, [=](int32_t a, int32_t b) {
+    return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
+  });
+  for (int i = 0; i < out.num_top; i++) {
+    out.top_tokens[i] = s.order[i];
+    out.top[i] = (float)(logits[s.order[i]] - normaliser);
+  }
+}
+
 }  // namespace
+
+int32_t draw(const Kernels& kernels, float* logits, int vocab, const BlSampling& how, const SampleScratch& s) {
+  std::vector<float> raw;  // the model's own logits, where they are still needed once others have taken their place
+  if (how.logprobs && how.shaping) raw.assign(logits, logits + vocab);
+  if (how.shaping) shape(logits, *how.shaping, s);
+  const int32_t token = sample(kernels, logits, vocab, how, s);
+  if (how.logprobs && token >= 0) report(kernels, raw.empty() ? logits : raw.data(), vocab, token, *how.logprobs, s);
+  return token;
+}
 
 void shape(float* logits, const BlShaping& how, const SampleScratch& s) {
   for (int64_t i = 0; i < how.num_biases; i++) {

@@ -10,6 +10,10 @@ struct SampleScratch {
   int32_t* order;  // [vocab]
 };
 
+// Shapes the logits where that is asked for and draws; with log-probabilities if they are asked for. Token id, or -1 when
+// the logits are not all finite.
+int32_t draw(const Kernels&, float* logits, int vocab, const BlSampling&, const SampleScratch&);
+
 // Bias; then the repetition penalty (Keskar et al. 2019) on all tokens of the history; then frequency and presence
 // penalty (OpenAI API reference) on the drawn ones. Only the logits of those tokens are touched.
 void shape(float* logits, const BlShaping&, const SampleScratch&);
