@@ -1,5 +1,6 @@
 """The engine: a scheduler, an executor and a clock. One thread; every method runs between two steps."""
 
+import hashlib
 import os
 import time
 from collections.abc import Callable
@@ -36,8 +37,7 @@ class Engine:
         executor.resize(num_blocks)
         self._scheduler = Scheduler(limits, executor.block_size, num_blocks, pace)
         self._statistics = Statistics(clock())
-        # Prefix hits depend on nothing a client can know: digests of this process start from its own secret.
-        self._salt = os.urandom(32)
+        self._secret = os.urandom(32)
 
     @property
     def has_work(self) -> bool:
@@ -63,8 +63,10 @@ class Engine:
             min_tokens=message.min_tokens,
             stop_token_ids=frozenset(message.stop_token_ids),
             sampling=_sampling(message),
-            salt=self._salt,
+            salt=self._salt_of(message.tenant),
             arrived=sent,
+            tenant=message.tenant,
+            weight=message.weight,
         )
         try:
             self._scheduler.add(request)
@@ -108,6 +110,11 @@ class Engine:
     def stats(self) -> Stats:
         self._advance()
         return self._statistics.snapshot(self._scheduler.counters, self._scheduler.levels())
+
+    def _salt_of(self, tenant: str) -> bytes:
+        """Digests start from a secret of this process and the tenant: what another tenant sent is never a hit, and hits
+        depend on nothing that a client can know."""
+        return hashlib.blake2b(tenant.encode(), key=self._secret, digest_size=32).digest()
 
     def _advance(self) -> float:
         now = self._clock()

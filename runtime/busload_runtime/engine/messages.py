@@ -34,6 +34,10 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     """Token ids, checked against the vocabulary, and what is added to their logits."""
     logprobs: int | None = None
     """How many of the most likely tokens come with each drawn one and its log-probability; None: nothing of it."""
+    tenant: str = ""
+    """Whose turn it is in the queue, and whose prefixes it may find cached: nobody else's."""
+    weight: float = 1.0
+    """Of the tenant, above 0: its share of the tokens beside other tenants that wait."""
     submitted_at: float = 0.0
     """`time.monotonic()` of the HTTP process when it sent this (one clock for all processes of a machine), so that time
     spent in the socket while a step runs counts as waiting. 0: counted from the moment the engine reads it."""

@@ -3,6 +3,7 @@
 from array import array
 from dataclasses import dataclass, field
 
+from busload_runtime.engine.account import Account
 from busload_runtime.engine.block_pool import Block
 from busload_runtime.engine.plan import Logprobs, SamplingParams
 
@@ -29,8 +30,14 @@ class Request:
     """Requests share cached blocks only with requests of the same salt."""
     arrived: float = 0.0
     """Seconds on the caller's clock."""
+    tenant: str = ""
+    """Whom the tokens are counted for."""
+    weight: float = 1.0
+    """Of the tenant: with twice the weight it gets twice the tokens of another."""
 
     # Kept by the scheduler.
+    account: Account = field(init=False)
+    """Of the tenant; set when the request is added."""
     prompt_length: int = field(init=False)
     history: "array[int] | None" = field(init=False)
     """`tokens` as the executor reads them; None unless the sampling asks for penalties."""

@@ -7,8 +7,8 @@ The rules, in the order they apply to a step:
 2. A running request that finds no free block preempts the newest one, which gives all its blocks back and is computed
    again later (recompute). The oldest request is never preempted, so every request ends. Age counts from the first
    start, which is the order of arrival unless late requests were passed over.
-3. Waiting requests are admitted in the order of `waiting.py`, up to the batch limit, when their whole prompt fits the
-   free blocks; they take those blocks at once. A step that preempted admits nothing.
+3. Waiting requests are admitted in the order of `waiting.py`, tenant by tenant in turn, up to the batch limit, when
+   their whole prompt fits the free blocks; they take those blocks at once. A step that preempted admits nothing.
 4. Full blocks of equal content, from the first token on, are shared. A block can be found only after the step that
    computed it was committed, and the last token of a prompt is always computed because its logits are needed.
 
@@ -193,7 +193,7 @@ class Scheduler:
         expected = [chunk.request_id for chunk in plan.chunks if chunk.sampling is not None]
         if len(sampled) != len(expected) or drawn.keys() != set(expected):
             raise ValueError(f"the executor drew tokens for requests {sorted(drawn)}, planned were {sorted(expected)}")
-        requests, size = self._requests, self.block_size
+        requests, size, charges = self._requests, self.block_size, self._waiting.charges
         outputs = []
         self.counters.steps += 1
         for chunk in plan.chunks:
@@ -208,6 +208,8 @@ class Scheduler:
             if end // size > request.published:
                 self._publish(request)
             if chunk.sampling is not None:
+                if charges:
+                    request.account.tokens += 1
                 outputs.append(self._draw(request, drawn[chunk.request_id]))
         return outputs
 
@@ -249,6 +251,7 @@ class Scheduler:
         Blocks are taken and published in the order of single steps, so that even block ids come out the same.
         """
         running, size, counters = self._running, self.block_size, self.counters
+        charges = self._waiting.charges
         batch = len(running)
         counters.steps += steps
         counters.step_batch += steps * batch
@@ -267,6 +270,8 @@ class Scheduler:
             request.computed = request.reached = length - 1 + steps
             tokens = [drawn[request.request_id]] * steps
             request.tokens += tokens
+            if charges:
+                request.account.tokens += steps
             if request.history is not None:
                 request.history.extend(tokens)
         for _, kind, position in sorted(events):
@@ -294,6 +299,8 @@ class Scheduler:
         waiting = self._waiting.next(now)
         if waiting is None:
             return False
+        if self._waiting.contested:
+            return True
         if any(request.tokens[0] == waiting.tokens[0] and request.salt == waiting.salt for request in self._running):
             return True
         return self._missing(waiting, self._cached_blocks(waiting)) <= self._pool.free
@@ -376,6 +383,7 @@ class Scheduler:
             request.start_order = self._starts
             self._starts += 1
             request.cached_tokens = request.computed
+            self._waiting.charge_start(request)
             self.counters.prefix_queried_tokens += request.prompt_length
             self.counters.prefix_hit_tokens += request.computed
         request.running = True
@@ -467,6 +475,7 @@ class Scheduler:
             self._leave_batch(request)
         else:
             self._waiting.remove(request)
+        self._waiting.end(request)
         del self._requests[request.request_id]
 
     def _leave_batch(self, request: Request) -> None:

@@ -1,63 +1,70 @@
-"""Requests that wait for a place in the batch, and which of them is next. Pure; O(log n) per request and change.
+"""Requests that wait for a place in the batch, and which of them is next. Pure.
 
-Preempted requests come first, in the order in which they first started. Of those that never ran, with a time to first
-token objective and a step law known: those that can still make it, in order of arrival, and behind them those that
-cannot, in order of arrival too (late-last). Serving a lost request first makes the next ones miss as well, so under a
-burst first come, first served loses nearly all. Nobody starves: who has waited ten objectives (and 30 s at least) goes
-before everybody else again. Without objective or law: in order of arrival.
+Preempted requests come first, in the order in which they first started: they have had their turn. Of those that never
+ran it is the turn of the tenant that was served least, in tokens per weight; `line.py` says who of its requests is
+next. A tenant is charged its prompt when a request starts and each output token as it is drawn, so nobody's output
+length need be guessed. Who comes back to an empty line begins at the least served of those that wait: what was not
+asked for is not saved up. This is the Virtual Token Counter of Sheng et al., "Fairness in Serving Large Language
+Models" (OSDI 2024). Its bound: of two tenants that always wait, one is never ahead by more than twice the tokens that a
+batch can hold.
+
+One tenant alone: exactly its line.
 """
 
 import math
-from bisect import bisect_left, insort
-from collections import OrderedDict
-from heapq import heapify, heappop, heappush
+from bisect import insort
 
 from busload_runtime.contract import Pace
+from busload_runtime.engine.account import Account
+from busload_runtime.engine.line import Line
 from busload_runtime.engine.request import Request
 
-PATIENCE_OBJECTIVES = 10
-PATIENCE_SECONDS = 30.0
+KEPT_ACCOUNTS = 256
+"""Of tenants without requests: what they had must still count when they come back in a moment."""
 
 
 class WaitingQueue:
-    """Call with times that never fall: who was found late stays late."""
+    """Call with times that never fall."""
 
     def __init__(self, pace: Pace) -> None:
         self._preempted: list[Request] = []
-        self._timely: OrderedDict[int, Request] = OrderedDict()
-        """In order of arrival."""
-        self._late: list[Request] = []
-        """In order of arrival."""
-        self._lost_at: list[tuple[float, int, int]] = []
-        """Heap of (when it turns late, order, id); some are no longer here."""
+        self._lines: dict[str, Line] = {}
+        """Of the tenants that wait, by name; no line is empty."""
+        self._accounts: dict[str, Account] = {}
+        self._idle = 0
+        """Accounts without requests."""
+        self._served = 0.0
+        """Of the tenant whose turn was last, before that turn."""
         self._pace = pace
+        self._waiting = 0
         self.tokens = 0
         """Tokens of all that wait."""
 
     def __len__(self) -> int:
-        return len(self._preempted) + len(self._timely) + len(self._late)
+        return len(self._preempted) + self._waiting
 
     def in_order(self) -> list[Request]:
-        """All that wait, in the order they would be taken if time stood still and nobody ran out of patience."""
-        return [*self._preempted, *self._timely.values(), *self._late]
+        """All that wait: preempted ones first, then tenant by tenant in the order of its line."""
+        return self._preempted + [request for line in self._lines.values() for request in line.in_order()]
 
     def set_pace(self, pace: Pace) -> None:
-        """Under another objective or law everybody is judged anew, at the next `next`."""
         self._pace = pace
-        waiting = sorted([*self._timely.values(), *self._late], key=_arrival)
-        self._timely = OrderedDict((request.request_id, request) for request in waiting)
-        self._late.clear()
-        self._lost_at.clear()
-        if self._sorts:
-            self._lost_at = [(self._turns_late(request), request.order, request.request_id) for request in waiting]
-            heapify(self._lost_at)
+        for line in self._lines.values():
+            line.set_pace(pace)
+
+    # Who comes and goes.
 
     def add(self, request: Request) -> None:
         """A request that never ran; later in the order of arrival than all before."""
+        account = self._account(request)
+        request.account = account
+        line = self._lines.get(account.tenant)
+        if line is None:
+            account.lift(min((self._accounts[tenant].served for tenant in self._lines), default=self._served))
+            line = self._lines[account.tenant] = Line(self._pace)
+        line.add(request)
+        self._waiting += 1
         self.tokens += len(request.tokens)
-        self._timely[request.request_id] = request
-        if self._sorts:
-            heappush(self._lost_at, (self._turns_late(request), request.order, request.request_id))
 
     def add_preempted(self, request: Request) -> None:
         self.tokens += len(request.tokens)
@@ -68,48 +75,79 @@ class WaitingQueue:
         self.tokens -= len(request.tokens)
         if request.started is not None:
             self._preempted.remove(request)
-        elif self._timely.pop(request.request_id, None) is None:
-            del self._late[bisect_left(self._late, request.order, key=_arrival)]
+            return
+        tenant = request.account.tenant
+        line = self._lines[tenant]
+        line.remove(request)
+        self._waiting -= 1
+        if not line:
+            del self._lines[tenant]
+
+    @property
+    def charges(self) -> bool:
+        """Whether output tokens are to be charged: not for a tenant alone, beside whom the next one is put anyway."""
+        return len(self._accounts) > 1
+
+    def charge_start(self, request: Request) -> None:
+        """It starts for the first time, with its cached tokens known."""
+        account = request.account
+        self._served = max(self._served, account.served)
+        account.tokens += request.prompt_length - request.cached_tokens
+
+    def end(self, request: Request) -> None:
+        """It has ended, wherever it was; what of its prompt was not computed is given back."""
+        account = request.account
+        if request.started is not None:
+            account.tokens -= max(0, request.prompt_length - max(request.reached, request.cached_tokens))
+        account.live -= 1
+        if not account.live:
+            self._idle += 1
+            if self._idle > KEPT_ACCOUNTS:
+                self._forget()
+
+    # Who is next.
 
     def next(self, now: float) -> Request | None:
         """Who is to start next."""
         if self._preempted:
             return self._preempted[0]
-        while self._lost_at and self._lost_at[0][0] < now:
-            request = self._timely.pop(heappop(self._lost_at)[2], None)
-            if request is not None:
-                insort(self._late, request, key=_arrival)
-        if self._late and (not self._timely or self._loses_patience(self._late[0]) < now):
-            return self._late[0]
-        return next(iter(self._timely.values()), None)
-
-    def next_stays_until(self) -> float:
-        """Up to this time `next` gives the same as now, while nobody comes or goes."""
-        if self._preempted or not (self._timely and self._sorts):
-            return math.inf
-        patience = self._loses_patience(self._late[0]) if self._late else math.inf
-        return min(self._lost_at[0][0], patience)
+        if not self._lines:
+            return None
+        return self._lines[self._turn()].next(now)
 
     @property
-    def _sorts(self) -> bool:
-        return self._pace.time_to_first_token is not None and self._pace.law is not None
+    def contested(self) -> bool:
+        """Whether the turn may pass from one tenant to another as those that run are served."""
+        return len(self._lines) > 1 and not self._preempted
 
-    def _turns_late(self, request: Request) -> float:
-        """When its first token can no longer come in time: two steps, in which its prompt is computed, are predicted
-        beside nothing else, so that nobody is given up who could still make it."""
-        objective, law = self._pace.time_to_first_token, self._pace.law
-        assert objective is not None
-        assert law is not None
-        return request.arrived + objective - 2 * law.a - law.d * request.prompt_length
+    def next_stays_until(self) -> float:
+        """Up to this time `next` gives the same as now, while nobody comes, goes or is served."""
+        if self._preempted or not self._lines:
+            return math.inf
+        return self._lines[self._turn()].next_stays_until()
 
-    def _loses_patience(self, request: Request) -> float:
-        objective = self._pace.time_to_first_token
-        assert objective is not None
-        return request.arrived + max(PATIENCE_OBJECTIVES * objective, PATIENCE_SECONDS)
+    def _turn(self) -> str:
+        """The tenant served least; of equals the one that has waited longest without a break."""
+        if len(self._lines) == 1:
+            return next(iter(self._lines))
+        return min(self._lines, key=lambda tenant: self._accounts[tenant].served)
 
+    def _account(self, request: Request) -> Account:
+        account = self._accounts.get(request.tenant)
+        if account is None:
+            account = self._accounts[request.tenant] = Account(request.tenant, request.weight)
+        else:
+            account.reweigh(request.weight)
+            self._idle -= not account.live
+        account.live += 1
+        return account
 
-def _arrival(request: Request) -> int:
-    return request.order
+    def _forget(self) -> None:
+        """Half of the accounts without requests: those served least, whom a lift puts where they were or nearly so."""
+        idle = sorted((a for a in self._accounts.values() if not a.live), key=lambda account: account.served)
+        for account in idle[: len(idle) // 2]:
+            del self._accounts[account.tenant]
+        self._idle = len(idle) - len(idle) // 2
 
 
 def start_order(request: Request) -> int:

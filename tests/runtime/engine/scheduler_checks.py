@@ -1,11 +1,14 @@
 """What must hold between any two steps, and a way to run a scheduler to its end."""
 
+from collections import Counter
+
 from hashing_executor import HashingExecutor
 
 from busload_runtime.contract import Pace
 from busload_runtime.engine.block_pool import Block, BlockPool
 from busload_runtime.engine.request import Output
 from busload_runtime.engine.scheduler import Scheduler
+from busload_runtime.engine.waiting import KEPT_ACCOUNTS
 
 
 def free_list(pool: BlockPool) -> list[Block]:
@@ -49,15 +52,26 @@ def check_scheduler(scheduler: Scheduler) -> None:
     running, waiting = scheduler._running, queue.in_order()
     for started in (running, queue._preempted):
         assert [request.start_order for request in started] == sorted(request.start_order for request in started)
-    for never_ran in (list(queue._timely.values()), queue._late):
-        assert [request.order for request in never_ran] == sorted(request.order for request in never_ran)
-        assert all(request.started is None for request in never_ran)
+    for tenant, line in queue._lines.items():
+        assert len(line) > 0, "a tenant without requests waits for its turn"
+        for never_ran in (list(line._timely.values()), line._late):
+            assert [request.order for request in never_ran] == sorted(request.order for request in never_ran)
+            assert all(request.started is None and request.tenant == tenant for request in never_ran)
+    check_accounts(scheduler)
     assert {*map(id, running), *map(id, waiting)} == {*map(id, scheduler._requests.values())}
     levels = scheduler.levels()
     assert (levels.running, levels.waiting) == (len(running), len(waiting))
     assert levels.queued_prompt_tokens == sum(len(request.tokens) for request in waiting)
     assert levels.kv_tokens == sum(request.computed for request in running)
     assert levels.kv_blocks_free == pool.num_blocks - len(users)
+
+
+def check_accounts(scheduler: Scheduler) -> None:
+    accounts = scheduler._waiting._accounts
+    live = Counter(request.tenant for request in scheduler._requests.values())
+    assert {tenant: account.live for tenant, account in accounts.items() if account.live} == live
+    assert sum(not account.live for account in accounts.values()) == scheduler._waiting._idle <= KEPT_ACCOUNTS
+    assert all(request.account is accounts[request.tenant] for request in scheduler._requests.values())
 
 
 def run_step(scheduler: Scheduler, executor: HashingExecutor, now: float = 0.0) -> list[Output]:

@@ -11,7 +11,11 @@ from busload_runtime.engine.scheduler import Scheduler
 
 BLOCK_SIZE = 4
 requests = st.lists(
-    st.tuples(st.sampled_from([(1,), (1, 1, 1, 1, 1), (2, 3), (5,) * 9, (6,) * 17]), st.integers(1, 40)),
+    st.tuples(
+        st.sampled_from([(1,), (1, 1, 1, 1, 1), (2, 3), (5,) * 9, (6,) * 17]),
+        st.integers(1, 40),
+        st.sampled_from("abc"),
+    ),
     min_size=1,
     max_size=7,
 )
@@ -21,8 +25,8 @@ def make(budget: int, batch: int, blocks: int) -> Scheduler:
     return Scheduler(Limits(64, batch, 90, max(budget, batch), 0, 0), BLOCK_SIZE, blocks)
 
 
-def add(scheduler: Scheduler, request_id: int, prompt: tuple[int, ...], output: int) -> None:
-    scheduler.add(Request(request_id, list(prompt), output))
+def add(scheduler: Scheduler, request_id: int, prompt: tuple[int, ...], output: int, tenant: str = "") -> None:
+    scheduler.add(Request(request_id, list(prompt), output, tenant=tenant, weight=2.0 if tenant == "c" else 1.0))
 
 
 def one_step(scheduler: Scheduler, drawn: dict[int, int]) -> list[Output]:
@@ -43,6 +47,7 @@ def picture(scheduler: Scheduler) -> object:
             for r in scheduler._running
         ],
         [r.request_id for r in scheduler._waiting.in_order()],
+        {tenant: account.served for tenant, account in scheduler._waiting._accounts.items()},
         [(block.block_id, block.users, block.digest) for block in pool._blocks],
         {digest: block.block_id for digest, block in pool._cached.items()},
     )
@@ -59,8 +64,8 @@ def picture(scheduler: Scheduler) -> object:
     same_tokens=st.booleans(),
 )
 def test_decode_equals_single_steps(
-    arrivals: list[tuple[tuple[int, ...], int]],
-    later: list[tuple[tuple[int, ...], int]],
+    arrivals: list[tuple[tuple[int, ...], int, str]],
+    later: list[tuple[tuple[int, ...], int, str]],
     budget: int,
     batch: int,
     blocks: int,
@@ -71,14 +76,14 @@ def test_decode_equals_single_steps(
     # Equal drawn tokens make equal blocks, which then compete for one digest.
     drawn = {i: 9 if same_tokens else 100 + i for i in range(len(arrivals) + len(later))}
     for scheduler in (fast, slow):
-        for request_id, (prompt, output) in enumerate(arrivals):
-            add(scheduler, request_id, prompt, output)
+        for request_id, (prompt, output, tenant) in enumerate(arrivals):
+            add(scheduler, request_id, prompt, output, tenant)
     taken, at_once = 0, 0
     while fast.has_work or later:
         if taken >= 12 and later:
             for scheduler in (fast, slow):
-                for offset, (prompt, output) in enumerate(later):
-                    add(scheduler, len(arrivals) + offset, prompt, output)
+                for offset, (prompt, output, tenant) in enumerate(later):
+                    add(scheduler, len(arrivals) + offset, prompt, output, tenant)
             later = []
         steps = fast.decode_steps(most, 0.0)
         assert 0 <= steps <= most
@@ -97,7 +102,7 @@ def test_decode_equals_single_steps(
             at_once += steps
         assert picture(fast) == picture(slow)
         check_scheduler(fast)
-    if any(output > 2 for _, output in arrivals) and len(arrivals) == 1:
+    if any(output > 2 for _, output, _ in arrivals) and len(arrivals) == 1:
         assert at_once > 0
 
 

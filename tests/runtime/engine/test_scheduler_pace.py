@@ -6,10 +6,10 @@ from hypothesis import example, given, settings
 from scheduler_checks import check_idle, check_scheduler, run_step, texts
 
 from busload_runtime.contract import Limits, Pace, StepLaw
+from busload_runtime.engine.line import PATIENCE_OBJECTIVES, PATIENCE_SECONDS
 from busload_runtime.engine.plan import Plan, Sampled
 from busload_runtime.engine.request import Output, Request
 from busload_runtime.engine.scheduler import Scheduler
-from busload_runtime.engine.waiting import PATIENCE_OBJECTIVES, PATIENCE_SECONDS
 
 BLOCK_SIZE = 4
 SLOW_PROMPTS = StepLaw(a=0.010, b=0.001, c=1e-5, d=0.002)

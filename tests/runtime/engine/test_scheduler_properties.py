@@ -23,6 +23,7 @@ prompts = st.builds(
 )
 # The executor checks that it gets the tokens so far with penalties, and with nothing else.
 shapings = st.sampled_from((None, Shaping(logit_bias=((1, 2.0),)), Shaping(presence_penalty=1.0)))
+tenants = st.sampled_from("aab")
 limits = st.builds(
     lambda length, batch, budget: Limits(length, batch, 90, max(budget, batch), 0, 0),
     st.integers(16, 64),
@@ -43,12 +44,12 @@ class AnyTraffic(RuleBasedStateMachine):
         self.received: dict[int, list[int]] = {}
         self.capacity: dict[int, int] = {}  # smallest pool each request has lived through, in tokens
 
-    @rule(prompt=prompts, max_tokens=st.integers(1, 30), seed=st.integers(0, 3), shaping=shapings)
-    def add(self, prompt: list[int], max_tokens: int, seed: int, shaping: Shaping | None) -> None:
+    @rule(prompt=prompts, max_tokens=st.integers(1, 30), seed=st.integers(0, 3), shaping=shapings, tenant=tenants)
+    def add(self, prompt: list[int], max_tokens: int, seed: int, shaping: Shaping | None, tenant: str) -> None:
         request_id = self.next_id
         self.next_id += 1
         sampling = SamplingParams(seed=seed, shaping=shaping)
-        request = Request(request_id, list(prompt), max_tokens, sampling=sampling, arrived=self.now)
+        request = Request(request_id, list(prompt), max_tokens, sampling=sampling, arrived=self.now, tenant=tenant)
         limit, capacity = self.scheduler.limits.max_sequence_length, self.scheduler.capacity
         try:
             self.scheduler.add(request)
