@@ -10,7 +10,7 @@ from typing import Any
 
 # The limits document is one JSON file (key of a mounted ConfigMap):
 #   {"generation": 3,
-#    "default": {"maxSequenceLength": 2048, "batchSize": 8, "kvCachePercent": 90, "tokenBudget": 512,
+#    "default": {"maxSequenceLength": 2048, "batchSize": 8, "kvCachePercent": 90, "tokenBudget": 264,
 #                "maxQueuedRequests": 256, "maxQueuedTokens": 262144},
 #    "trial": {"pod": "chat-7c9f-abcde", "limits": {...the same six...}},          # only while a change is on trial
 #    "objectives": {"timeToFirstTokenMs": 2000, "interTokenLatencyMs": 100},       # both optional, as is the whole
@@ -43,6 +43,16 @@ class Limits:
 
     def to_json(self) -> dict[str, int]:
         return {_camel(f.name): getattr(self, f.name) for f in fields(self)}
+
+
+PROMPT_TOKENS = 256
+"""Prompt tokens that a step computes beside a full batch. On CPUs more rows per step are hardly cheaper by the row, and
+requests that start together would stay together: their prompts then wait for each other at every turn."""
+
+
+def default_token_budget(batch_size: int) -> int:
+    """The token budget that leaves `PROMPT_TOKENS` to prompts when every place of the batch decodes."""
+    return batch_size + PROMPT_TOKENS
 
 
 _RANGES: dict[str, tuple[int, int]] = {

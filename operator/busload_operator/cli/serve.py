@@ -63,12 +63,13 @@ def command(
         ),
     ] = 90,
     token_budget: Annotated[
-        int,
+        int | None,
         typer.Option(
             rich_help_panel=_LIMITS,
-            help="Tokens computed in one step: smaller keeps streams smooth, larger reads prompts faster.",
+            help="Tokens computed in one step: smaller keeps streams smooth, larger reads prompts in fewer steps.",
+            show_default="256 and the batch size",
         ),
-    ] = 512,
+    ] = None,
     max_queued_requests: Annotated[
         int, typer.Option(rich_help_panel=_LIMITS, help="Requests that may wait; one more gets 429.")
     ] = 256,
@@ -98,7 +99,7 @@ def command(
     Example: busload serve --model bundled:smollm2-135m-instruct --batch-size 16
     """
     end_quietly_until_handled()
-    from busload_runtime.contract import Limits
+    from busload_runtime.contract import Limits, default_token_budget
     from busload_runtime.server.lifecycle import serve
     from busload_runtime.server.options import ServeOptions
 
@@ -116,7 +117,7 @@ def command(
             max_sequence_length=max_sequence_length,
             batch_size=batch_size,
             kv_cache_percent=kv_cache_percent,
-            token_budget=token_budget,
+            token_budget=default_token_budget(batch_size) if token_budget is None else token_budget,
             max_queued_requests=max_queued_requests,
             max_queued_tokens=max_queued_tokens,
         ),

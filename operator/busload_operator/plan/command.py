@@ -12,12 +12,12 @@ from busload_operator.api.units import parse_bytes, parse_duration
 from busload_operator.api.v1alpha1 import InferenceService
 from busload_operator.plan import bandwidth as bandwidths
 from busload_operator.plan.render import as_json, table
-from busload_operator.resources.initial_limits import TOKEN_BUDGET, compute_threads, initial_limits, shortest_plan
+from busload_operator.resources.initial_limits import compute_threads, initial_limits, shortest_plan
 from busload_operator.tuning import words
 from busload_operator.tuning.feasible import Bandwidth, Feasibility, judge
 from busload_operator.tuning.models import BUNDLED
 from busload_operator.tuning.planner import MemoryPlan, ModelFacts, plan_memory
-from busload_runtime.contract import Limits
+from busload_runtime.contract import Limits, default_token_budget
 
 _DEFAULT_LENGTH = 8192
 _DEFAULT_BATCH = 8
@@ -119,7 +119,7 @@ def _start(options: Options, service: InferenceService | None) -> Limits | None:
 def _limits(options: Options, length: int, start: Limits | None = None) -> Limits:
     """Limits of a service, or the defaults of one, with what the options replace."""
     batch = options.batch_size or (_DEFAULT_BATCH if start is None else start.batch_size)
-    budget = options.token_budget or (TOKEN_BUDGET if start is None else start.token_budget)
+    budget = options.token_budget or default_token_budget(batch)
     return Limits(
         max_sequence_length=length,
         batch_size=batch,

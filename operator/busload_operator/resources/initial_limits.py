@@ -6,13 +6,11 @@ from busload_operator.api.units import parse_bytes, parse_cpu
 from busload_operator.api.v1alpha1 import Spec
 from busload_operator.tuning.models import BUNDLED
 from busload_operator.tuning.planner import MemoryPlan, ModelFacts, plan_memory
-from busload_runtime.contract import Limits
+from busload_runtime.contract import Limits, default_token_budget
 
 BATCH_SIZE = 8
 """Decoding reads all weights per step, so a few requests at once cost little more than one; and the memory of a small
 pod surely holds them."""
-TOKEN_BUDGET = 512
-"""Tokens per step: large enough to prefill well, small enough that a prefill does not stall running requests."""
 QUEUED_REQUESTS = 256
 QUEUED_TOKENS = 262_144
 
@@ -68,7 +66,7 @@ def _limits(spec: Spec, length: int, batch: int) -> Limits:
         max_sequence_length=length,
         batch_size=batch,
         kv_cache_percent=spec.bounds.kv_cache_percent.max,
-        token_budget=max(TOKEN_BUDGET, batch),
+        token_budget=default_token_budget(batch),
         max_queued_requests=QUEUED_REQUESTS,
         # One request of the greatest length must always be able to wait.
         max_queued_tokens=max(QUEUED_TOKENS, length),

@@ -4,7 +4,7 @@ import math
 import random
 from dataclasses import dataclass, fields
 
-from busload_runtime.contract import Limits
+from busload_runtime.contract import Limits, default_token_budget
 
 
 class SetupError(ValueError):
@@ -115,7 +115,7 @@ HARDWARE: dict[str, Hardware] = {
         about="135M model on two CPU cores: each request in the batch costs",
         law=StepLaw(a=3e-3, b=0.35e-3, c=1.5e-6, d=0.25e-3),
         kv_tokens=60_000,
-        limits=_limits(8192, 64, 90, 512),
+        limits=_limits(8192, 64, 90, default_token_budget(64)),
         time_to_first_token=2.0,
         inter_token_latency=0.080,
     ),

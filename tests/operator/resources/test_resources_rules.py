@@ -191,7 +191,7 @@ def test_the_initial_sequence_length_is_bounded(memory: str, bounds: dict[str, A
 @pytest.mark.parametrize("batch", [8, 64, 512])
 def test_the_initial_sequence_length_fits_the_pod_at_any_batch_of_the_bounds(batch: int):
     facts = FACTS["smollm2-135m-instruct"]
-    step = facts.step_memory.of(512, batch, threads=2)
+    step = facts.step_memory.of(256 + batch, batch, threads=2)
     left = 400 * 2**20 - facts.weight_bytes - facts.overhead_bytes - step
     blocks = left * 90 // 100 // (facts.block_tokens * facts.kv_bytes_per_token)
     fitting = blocks * facts.block_tokens
@@ -208,7 +208,7 @@ def test_initial_limits_of_the_smallest_manifest():
         "maxSequenceLength": 8192,
         "batchSize": 8,
         "kvCachePercent": 90,
-        "tokenBudget": 512,
+        "tokenBudget": 264,
         "maxQueuedRequests": 256,
         "maxQueuedTokens": 262144,
     }
