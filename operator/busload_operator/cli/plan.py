@@ -69,7 +69,9 @@ def command(
     ] = None,
     token_budget: Annotated[
         int | None,
-        typer.Option(min=16, max=1_048_576, rich_help_panel=_LIMITS, help="Tokens in one step.", show_default="256 and the batch size"),
+        typer.Option(
+            min=16, max=1_048_576, rich_help_panel=_LIMITS, help="Tokens in one step.", show_default="256 + batch"
+        ),
     ] = None,
     device: Annotated[
         str, typer.Option(rich_help_panel=_MACHINE, help="cpu, or gpu: by the parameters below.")

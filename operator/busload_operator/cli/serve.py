@@ -67,7 +67,7 @@ def command(
         typer.Option(
             rich_help_panel=_LIMITS,
             help="Tokens computed in one step: smaller keeps streams smooth, larger reads prompts in fewer steps.",
-            show_default="256 and the batch size",
+            show_default="256 + batch size",
         ),
     ] = None,
     max_queued_requests: Annotated[

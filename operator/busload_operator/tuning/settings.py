@@ -129,7 +129,8 @@ def raise_batch(s: Situation) -> Candidate | str:
     prediction = predict(s, after)
     if not worthwhile(s, prediction):
         return f"batchSize {after} is predicted to bring only {words.number(prediction.tokens_per_second)} tokens/s"
-    limits = replace(s.inputs.limits, batch_size=after, token_budget=max(s.inputs.limits.token_budget, default_token_budget(after)))
+    budget = max(s.inputs.limits.token_budget, default_token_budget(after))
+    limits = replace(s.inputs.limits, batch_size=after, token_budget=budget)
     message = (
         f"batchSize {now} -> {after}: {words.number(s.seen.queue)} requests wait {s.wait_text} (objective "
         f"{words.seconds(s.inputs.objectives.time_to_first_token)}) because the batch limit of {now} is used up, "
@@ -187,7 +188,8 @@ def prepare(s: Situation) -> Candidate | None:
     peak = max((u.running_per_pod for u in s.state.usage if u.at > s.inputs.now - PREPARE_SECONDS), default=0.0)
     if peak >= NEARLY_PLACES * limits.batch_size and after > (1 + MIN_GAIN) * limits.batch_size:
         text = f"up to {peak:.0f} of {limits.batch_size} places are taken, and the law allows more"
-        lifted = replace(limits, batch_size=after, token_budget=max(limits.token_budget, default_token_budget(after)))
+        budget = max(limits.token_budget, default_token_budget(after))
+        lifted = replace(limits, batch_size=after, token_budget=budget)
         return _prepared(s, Knob.BATCH_SIZE, limits.batch_size, after, text, lifted)
     return None
 
