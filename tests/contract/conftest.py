@@ -16,6 +16,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 
 @pytest.fixture(scope="session")
+def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """The bundled model with a KV cache for less than two sequences of full length, and a batch of 8."""
+    length = 288
+    flags = (f"--max-sequence-length={length}", "--kv-cache-percent=1", "--memory=830000000")
+    with running(tmp_path_factory.mktemp("tight"), f"--served-model-name={BUNDLED}", *flags) as live:
+        capacity = live.level("busload_kv_blocks") * live.level("busload_kv_block_size_tokens")
+        assert length <= capacity < 2 * length, "choose another --memory"
+        yield live
+
+
+@pytest.fixture(scope="session")
 def client(server: LiveServer) -> Iterator[openai.OpenAI]:
     """The official client, which sees each answer once: it retries nothing."""
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60) as official:
