@@ -74,6 +74,15 @@ class TextTokenizer:
             raise IndexError(f"token id {token_id} is negative")
         return self._pieces.setdefault(token_id, self._piece(self._tokens[token_id], self._types[token_id]))
 
+    def written(self, token_id: int) -> str:
+        """The token as the vocabulary writes it: a space may be a letter there, a control token has its name.
+
+        Raises `IndexError` for an id outside the vocabulary.
+        """
+        if token_id < 0:
+            raise IndexError(f"token id {token_id} is negative")
+        return self._tokens[token_id]
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids` without control tokens; bytes that are no UTF-8 become U+FFFD."""
         raw = b"".join(map(self.token_bytes, ids))

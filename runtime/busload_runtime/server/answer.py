@@ -17,6 +17,7 @@ from busload_runtime.server.disconnect import ClientGoneError, until_disconnect
 from busload_runtime.server.edge import Trace
 from busload_runtime.server.errors import ApiError
 from busload_runtime.server.generation import Choice, Generation, Piece
+from busload_runtime.server.logprobs import ScoredText, ScoredToken, joined
 from busload_runtime.server.protocol import Sampled, decode_request
 from busload_runtime.server.sampling import submits_of
 from busload_runtime.server.service import Service
@@ -47,10 +48,13 @@ class Endpoint(Generic[Body]):
     """Text in front of a choice (echo)."""
     opening: Callable[[int], Json | None]
     """The choice object of the first chunk of a stream, if there is one before any text."""
-    delta: Callable[[int, str, str | None], Json]
-    """The choice object of a chunk."""
-    whole: Callable[[int, str, str], Json]
+    delta: Callable[[int, str, str | None, Json | None], Json]
+    """The choice object of a chunk; the last value is what `logprobs` made."""
+    whole: Callable[[int, str, str, Json | None], Json]
     """The choice object of an answer in one piece."""
+    logprobs: Callable[[list[ScoredToken], int], Json]
+    """The logprobs object of tokens that begin at this place of the choice's text. The bulk of it is JSON already: an
+    answer in one piece keeps it until its end."""
 
 
 async def answer(endpoint: Endpoint[Body], service: Service, request: Request) -> Response:
@@ -116,17 +120,27 @@ class _Call(Generic[Body]):
         n = body.n or 1
         self.leads = [lead for prompt in prompts for lead in [self.endpoint.lead(body, text, prompt)] * n]
         self.trace.prompt_tokens = sum(map(len, prompts))
-        stop, min_tokens, token_bytes = body.stop_strings(), body.min_tokens or 0, text.model.tokenizer.token_bytes
-        self.generation.submit(submits, lambda: TextStream(token_bytes, stop, min_tokens))
+        tokenizer = text.model.tokenizer
+        stop, min_tokens = body.stop_strings(), body.min_tokens or 0
+        self.generation.submit(
+            submits,
+            lambda: TextStream(tokenizer.token_bytes, stop, min_tokens),
+            None if body.num_logprobs() is None else lambda text: ScoredText(text, tokenizer),
+        )
 
     async def _whole(self, body: Body) -> Response:
         texts = list(self.leads)
         reasons = [""] * len(texts)
+        scored = body.num_logprobs() is not None
+        logprobs = [[self.endpoint.logprobs([], 0)] if scored else [] for _ in texts]
         async for pieces in self.generation.pieces():
             for piece in pieces:
-                texts[piece.index] += piece.text
-                reasons[piece.index] = piece.finish_reason or ""
-        choices = [self.endpoint.whole(i, texts[i], reasons[i]) for i in range(len(texts))]
+                i = piece.index
+                if piece.tokens:
+                    logprobs[i].append(self.endpoint.logprobs(piece.tokens, len(texts[i])))
+                texts[i] += piece.text
+                reasons[i] = piece.finish_reason or ""
+        choices = [self.endpoint.whole(i, texts[i], reasons[i], joined(logprobs[i]) or None) for i in range(len(texts))]
         content = self._envelope(self.endpoint.object, choices) | {"usage": self._usage(body.n or 1)}
         return Response(_encode(content), media_type="application/json")
 
@@ -147,16 +161,23 @@ class _Call(Generic[Body]):
             if (opening := self.endpoint.opening(index)) is not None:
                 yield chunk(opening)
             if lead:
-                yield chunk(self.endpoint.delta(index, lead, None))
+                yield chunk(self.endpoint.delta(index, lead, None, None))
         text_events = [
-            _TextEvent(chunk(self.endpoint.delta(index, _TextEvent.PLACE, None))) for index in range(len(self.leads))
+            _TextEvent(chunk(self.endpoint.delta(index, _TextEvent.PLACE, None, None)))
+            for index in range(len(self.leads))
         ]
+        lengths = [len(lead) for lead in self.leads]
+
+        def full_event(piece: Piece) -> bytes:
+            logprobs = self.endpoint.logprobs(piece.tokens, lengths[piece.index]) if piece.tokens else None
+            lengths[piece.index] += len(piece.text)
+            return chunk(self.endpoint.delta(piece.index, piece.text, piece.finish_reason, logprobs))
 
         def events(pieces: list[Piece]) -> bytes:
             return b"".join(
                 text_events[piece.index].of(piece.text)
-                if piece.finish_reason is None
-                else chunk(self.endpoint.delta(piece.index, piece.text, piece.finish_reason))
+                if piece.finish_reason is None and piece.tokens is None
+                else full_event(piece)
                 for piece in pieces
             )
 

@@ -2,8 +2,11 @@
 
 from typing import Any
 
+import msgspec
+
 from busload_runtime.server.answer import Endpoint, Json
 from busload_runtime.server.errors import invalid
+from busload_runtime.server.logprobs import ScoredToken
 from busload_runtime.server.protocol import ChatRequest, Message
 from busload_runtime.server.tokenise import PromptEncoder
 
@@ -35,14 +38,23 @@ def _opening(index: int) -> Json:
     return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
 
-def _delta(index: int, text: str, finish_reason: str | None) -> Json:
+def _delta(index: int, text: str, finish_reason: str | None, logprobs: Json | None) -> Json:
     delta = {"content": text} if text or finish_reason is None else {}
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-def _whole(index: int, text: str, finish_reason: str) -> Json:
+def _whole(index: int, text: str, finish_reason: str, logprobs: Json | None) -> Json:
     message = {"role": "assistant", "content": text, "refusal": None}
-    return {"index": index, "message": message, "logprobs": None, "finish_reason": finish_reason}
+    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _logprobs(tokens: list[ScoredToken], offset: int) -> Json:
+    content = [{**_token(token), "top_logprobs": [_token(other) for other in token.top]} for token in tokens]
+    return {"content": [msgspec.Raw(msgspec.json.encode(entry)) for entry in content], "refusal": None}
+
+
+def _token(token: ScoredToken) -> Json:
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.data)}
 
 
 CHAT = Endpoint(
@@ -55,4 +67,5 @@ CHAT = Endpoint(
     opening=_opening,
     delta=_delta,
     whole=_whole,
+    logprobs=_logprobs,
 )

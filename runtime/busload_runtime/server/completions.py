@@ -1,9 +1,13 @@
 """`POST /v1/completions`: prompts as text, several texts, token ids, or several lists of token ids."""
 
+from itertools import accumulate
 from typing import Any
+
+import msgspec
 
 from busload_runtime.server.answer import Endpoint, Json
 from busload_runtime.server.errors import invalid
+from busload_runtime.server.logprobs import ScoredToken
 from busload_runtime.server.protocol import CompletionRequest
 from busload_runtime.server.sampling import check_length
 from busload_runtime.server.tokenise import PromptEncoder
@@ -37,8 +41,26 @@ def _lead(body: CompletionRequest, text: PromptEncoder, prompt: list[int]) -> st
     return body.prompt if isinstance(body.prompt, str) else text.model.tokenizer.decode(prompt)
 
 
-def _choice(index: int, text: str, finish_reason: str | None) -> Json:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+def _choice(index: int, text: str, finish_reason: str | None, logprobs: Json | None) -> Json:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _logprobs(tokens: list[ScoredToken], offset: int) -> Json:
+    offsets = list(accumulate((len(token.text) for token in tokens), initial=offset))
+    return {
+        "tokens": [token.text for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
+        "top_logprobs": [_top(token) for token in tokens],
+        "text_offset": offsets[:-1],
+    }
+
+
+def _top(token: ScoredToken) -> msgspec.Raw:
+    """The most likely tokens and the drawn one, which may be none of them. Of two of one text the likelier counts."""
+    found: dict[str, float] = {}
+    for other in (*token.top, token):
+        found.setdefault(other.text, other.logprob)
+    return msgspec.Raw(msgspec.json.encode(found))
 
 
 COMPLETIONS = Endpoint(
@@ -51,4 +73,5 @@ COMPLETIONS = Endpoint(
     opening=lambda index: None,
     delta=_choice,
     whole=_choice,
+    logprobs=_logprobs,
 )

@@ -13,6 +13,7 @@ from busload_runtime.server.admission import Admission
 from busload_runtime.server.edge import Trace
 from busload_runtime.server.engine_client import EngineClient
 from busload_runtime.server.errors import ApiError
+from busload_runtime.server.logprobs import ScoredText, ScoredToken
 from busload_runtime.server.metrics import Metrics
 from busload_runtime.server.text import TextStream
 
@@ -24,6 +25,8 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     text: str
     finish_reason: str | None = None
     error: str | None = None
+    tokens: list[ScoredToken] | None = None
+    """What the text is made of, if log-probabilities were asked for."""
 
 
 @dataclass(slots=True)
@@ -35,6 +38,8 @@ class Choice:
     prompt_tokens: int
     text: TextStream
     submitted_at: float
+    scored: ScoredText | None = None
+    """Reads `text` for a request that asks for log-probabilities."""
     waits: bool = True
     finish_reason: str | None = None
     output_tokens: int = 0
@@ -58,7 +63,12 @@ class Generation:
     _pieces: list[Piece] = field(default_factory=list)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def submit(self, submits: Sequence[Submit], text: Callable[[], TextStream]) -> None:
+    def submit(
+        self,
+        submits: Sequence[Submit],
+        text: Callable[[], TextStream],
+        scored: Callable[[TextStream], ScoredText] | None = None,
+    ) -> None:
         """Sends the sequences to the engine, in the order of the choices. Raises `ApiError` 429 or 500."""
         self.admission.queue_tokens(sum(len(submit.tokens) for submit in submits))
         now = time.monotonic()
@@ -68,6 +78,8 @@ class Generation:
         ]
         # All count before the first is sent: if that fails, `close` counts each as finished.
         for choice in self.choices:
+            if scored is not None:
+                choice.scored = scored(choice.text)
             self.metrics.arrived.inc()
             self.metrics.prompt_tokens_arrived.inc(choice.prompt_tokens)
             self.metrics.prompt_length.observe(choice.prompt_tokens)
@@ -113,25 +125,33 @@ class Generation:
 
     def _on_token(self, choice: Choice, out: TokenOut) -> None:
         """Runs for every token, at once: latency is measured here and a stop string frees the seat without delay."""
-        text = ""
+        text, tokens = "", None
         if out.token is not None:
             self._measure(choice, out)
             choice.output_tokens += 1
             if out.finish_reason != "stop":  # the token that ends a sequence is not part of its text
-                text = choice.text.push(out.token)
+                if choice.scored is None:
+                    text = choice.text.push(out.token)
+                else:
+                    assert out.logprobs is not None
+                    text, tokens = choice.scored.push(out.token, out.logprobs)
         if choice.text.stopped:
             self.engine.abort(choice.request_id)
             reason = "stop"
         elif out.finish_reason is None:
             if text:
-                self._tell(Piece(choice.index, text))
+                self._tell(Piece(choice.index, text, tokens=tokens))
             return
         else:
-            text += choice.text.finish()
             reason = out.finish_reason
+            if choice.scored is None:
+                text += choice.text.finish()
+            else:
+                rest, more = choice.scored.finish()
+                text, tokens = text + rest, [*(tokens or ()), *more]
         self._end(choice, reason)
         error = (out.error or "the engine failed on this request") if reason == "error" else None
-        self._tell(Piece(choice.index, text, reason, error))
+        self._tell(Piece(choice.index, text, reason, error, tokens))
 
     def _tell(self, piece: Piece) -> None:
         self._pieces.append(piece)

@@ -13,6 +13,8 @@ from busload_runtime.server.errors import ApiError, invalid
 MAX_CHOICES = 16
 MAX_STOP_STRINGS = 4
 MAX_BIASED_TOKENS = 1024
+MAX_COMPLETION_LOGPROBS = 5
+MAX_CHAT_LOGPROBS = 20
 
 _Temperature = Annotated[float, Meta(ge=0, le=2)]
 _TopP = Annotated[float, Meta(gt=0, le=1)]
@@ -68,12 +70,35 @@ class Sampled(msgspec.Struct, kw_only=True, frozen=True):
         """Sequences that the request asks for."""
         return self.n or 1
 
+    def num_logprobs(self) -> int | None:
+        """How many of the most likely tokens to report with each drawn one; None: no log-probabilities at all."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raises `ApiError` 400 for parameters that do not go together."""
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options is only allowed together with stream: true", "stream_options")
+
 
 class CompletionRequest(Sampled, kw_only=True, frozen=True):
     """`POST /v1/completions`."""
 
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
+
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def check(self) -> None:
+        super().check()
+        if self.echo and self.logprobs is not None:
+            raise invalid(
+                "logprobs together with echo asks for log-probabilities of the prompt, which this server does not "
+                "compute; leave one of the two out",
+                "logprobs",
+                "unsupported_parameter",
+            )
 
     def num_choices(self) -> int:
         several = isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
@@ -97,6 +122,19 @@ class ChatRequest(Sampled, kw_only=True, frozen=True):
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: _Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_CHAT_LOGPROBS)] | None = None
+
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise invalid(
+                f"top_logprobs is {self.top_logprobs} without logprobs: true; set that, too, or leave top_logprobs out",
+                "top_logprobs",
+            )
 
     def token_limit(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
@@ -104,7 +142,6 @@ class ChatRequest(Sampled, kw_only=True, frozen=True):
 
 # Parameters that would change the answer and are not supported, with the values that ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "logprobs": (None, False),
     "top_logprobs": (None,),
     "prompt_logprobs": (None,),
     "suffix": (None, ""),
@@ -146,8 +183,7 @@ def decode_request(body: bytes, kind: type[Request]) -> Request:
     except msgspec.ValidationError as error:
         raise _named(error) from None
     _refuse_unsupported(raw, kind.__struct_fields__)
-    if request.stream_options is not None and not request.stream:
-        raise invalid("stream_options is only allowed together with stream: true", "stream_options")
+    request.check()
     return request
 
 

@@ -10,6 +10,8 @@ from busload_runtime.server.errors import invalid, too_long
 from busload_runtime.server.protocol import Sampled
 
 _SEED_MASK = 2**63 - 1
+_MAX_LOGPROBS = 2**18
+"""Of all choices of a request; as JSON each takes about 100 bytes."""
 
 
 def submits_of(
@@ -30,6 +32,7 @@ def submits_of(
         for token in ids or ():
             if token >= ready.vocab_size:
                 raise invalid(f"token id {token} is outside 0 to {ready.vocab_size - 1}", param)
+    _check_logprobs(body, len(prompts), limits)
     stop_token_ids = set(body.stop_token_ids or ()) | (set() if body.ignore_eos else eos_ids)
     submits = []
     now = time.monotonic()
@@ -58,12 +61,32 @@ def submits_of(
                 presence_penalty=body.presence_penalty or 0.0,
                 repetition_penalty=body.repetition_penalty or 1.0,
                 logit_bias=body.logit_bias or {},
+                logprobs=body.num_logprobs(),
                 seed=secrets.randbits(63) if body.seed is None else (body.seed + choice) & _SEED_MASK,
                 submitted_at=now,
             )
             for choice in range(body.n or 1)
         ]
     return submits
+
+
+def _check_logprobs(body: Sampled, num_prompts: int, limits: Limits) -> None:
+    """Raises `ApiError` 400 for several choices whose log-probabilities together would fill the memory.
+
+    One choice is never refused: it has the sequence limit's size at most.
+    """
+    top, choices = body.num_logprobs(), num_prompts * (body.n or 1)
+    if top is None or choices == 1:
+        return
+    tokens = choices * min(body.token_limit() or limits.max_sequence_length, limits.max_sequence_length)
+    if tokens * (top + 1) > _MAX_LOGPROBS:
+        most = _MAX_LOGPROBS // (choices * (top + 1))
+        raise invalid(
+            f"{choices} choices of up to {tokens // choices} tokens with {top + 1} log-probabilities each are more "
+            f"than the {_MAX_LOGPROBS} that one request may ask for; set max_tokens to {most} or less, or ask for "
+            "fewer choices or log-probabilities",
+            "logprobs",
+        )
 
 
 def check_length(prompt_tokens: int, limit: int, param: str = "prompt", exact: bool = True) -> None:

@@ -24,14 +24,23 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """The text that is certain now. Stop strings are looked for only behind the first `min_tokens` tokens."""
+        return self.release(self.decode(token))
+
+    def decode(self, token: int) -> str:
+        """The characters that the token completes."""
+        data = self._token_bytes(token)
+        if not self._mid_character and data.isascii():
+            return data.decode(
+                "ascii"
+            )  # most tokens: the decoder, which costs several times this, has nothing to remember
+        text = self._decoder.decode(data)
+        self._mid_character = bool(self._decoder.getstate()[0])
+        return text
+
+    def release(self, text: str) -> str:
+        """What is certain of the text so far once `text`, that of the next token, has come."""
         if self.stopped:
             return ""
-        data = self._token_bytes(token)
-        if self._mid_character or not data.isascii():
-            text = self._decoder.decode(data)
-            self._mid_character = bool(self._decoder.getstate()[0])
-        else:  # most tokens: the decoder, which costs several times this, has nothing to remember
-            text = data.decode("ascii")
         if self._unmatched_tokens > 0:
             self._unmatched_tokens -= 1
             return text

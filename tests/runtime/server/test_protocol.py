@@ -43,8 +43,8 @@ def test_unknown_fields_and_nulls_are_ignored() -> None:
         ({"prompt": [1.5]}, "prompt[0]"),
         ({"stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"logprobs": 1}, "logprobs"),
-        ({"logprobs": 0}, "logprobs"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
         ({"best_of": 2}, "best_of"),
         ({"suffix": "end"}, "suffix"),
         ({"min_p": 1.1}, "min_p"),
@@ -63,6 +63,11 @@ def test_unknown_fields_and_nulls_are_ignored() -> None:
         ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": [{"type": "function"}]}, "tools"),
+        ({"logprobs": 6}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 0, "echo": True}, "logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs"),
     ],
 )
 def test_wrong_or_unsupported_fields_are_named(fields: dict[str, Any], param: str) -> None:
@@ -83,7 +88,7 @@ def test_token_ids_of_a_bias_are_keys_and_numbers() -> None:
     "fields",
     [
         {"tools": [], "best_of": 1},
-        {"response_format": {"type": "text"}, "logprobs": False, "tool_choice": "none"},
+        {"response_format": {"type": "text"}, "prompt_logprobs": None, "tool_choice": "none"},
         {"n": 3, "best_of": 3},
     ],
 )
