@@ -165,10 +165,20 @@ _MIN_UP_TO_MAX = Rule(
 )
 
 
+_INITIAL_INSIDE = Rule(
+    "!has(self.initial) || (self.initial >= self.min && self.initial <= self.max)",
+    lambda b: b.initial is None or b.min <= b.initial <= b.max,
+    "initial {initial} is outside min {min} to max {max} (a bound that is not given takes its default)",
+    "initial",
+)
+
+
 class SequenceLengthBounds(Model):
     """Bounds of the longest request, prompt and output together, in tokens."""
 
-    rules = (_MIN_UP_TO_MAX,)
+    rules = (_MIN_UP_TO_MAX, _INITIAL_INSIDE)
+    initial: Annotated[Integer, Field(ge=16, le=1_048_576)] | None = None
+    """What a new service starts with; max, as far as model and memory carry it, if absent."""
     min: Annotated[Integer, Field(ge=16, le=1_048_576)] = 1024
     """Requests up to this length are always accepted."""
     max: Annotated[Integer, Field(ge=16, le=1_048_576)] = 8192
@@ -178,7 +188,9 @@ class SequenceLengthBounds(Model):
 class KvCachePercentBounds(Model):
     """Bounds of the KV cache, in percent of the memory left after weights and activations."""
 
-    rules = (_MIN_UP_TO_MAX,)
+    rules = (_MIN_UP_TO_MAX, _INITIAL_INSIDE)
+    initial: Annotated[Integer, Field(ge=1, le=100)] | None = None
+    """What a new service starts with; max if absent."""
     min: Annotated[Integer, Field(ge=1, le=100)] = 20
     """The KV cache never gets less."""
     max: Annotated[Integer, Field(ge=1, le=100)] = 90
@@ -188,15 +200,7 @@ class KvCachePercentBounds(Model):
 class BatchSizeBounds(Model):
     """Bounds of the batch limit: requests that run in one step."""
 
-    rules = (
-        _MIN_UP_TO_MAX,
-        Rule(
-            "!has(self.initial) || (self.initial >= self.min && self.initial <= self.max)",
-            lambda b: b.initial is None or b.min <= b.initial <= b.max,
-            "initial {initial} is outside min {min} to max {max} (a bound that is not given takes its default)",
-            "initial",
-        ),
-    )
+    rules = (_MIN_UP_TO_MAX, _INITIAL_INSIDE)
     initial: Annotated[Integer, Field(ge=1, le=4096)] | None = None
     """What a new service starts with; 8, or the nearest value inside the bounds, if absent."""
     min: Annotated[Integer, Field(ge=1, le=4096)] = 1

@@ -16,18 +16,29 @@ QUEUED_TOKENS = 262_144
 
 
 def initial_limits(spec: Spec) -> Limits:
-    """Limits inside the bounds of `spec`. The KV cache and the sequence length start at their upper bounds: memory
-    that was set aside for the pod is paid for, and refusing a request that would fit helps nobody. The batch limit
-    starts low, because only observation tells where a bigger one stops paying."""
+    """Limits inside the bounds of `spec`: what the bounds name as `initial`, else the following. The KV cache and the
+    sequence length start at their upper bounds: memory that was set aside for the pod is paid for, and refusing a
+    request that would fit helps nobody. The batch limit starts low, because only observation tells where a bigger one
+    stops paying."""
     bounds = spec.bounds
-    batch = bounds.batch_size.initial
+    batch, percent = bounds.batch_size.initial, bounds.kv_cache_percent.initial
     if batch is None:
         batch = min(max(BATCH_SIZE, bounds.batch_size.min), bounds.batch_size.max)
-    return _limits(spec, longest_sequence(spec), batch)
+    if percent is None:
+        percent = bounds.kv_cache_percent.max
+    length = _longest(spec, percent)
+    if bounds.max_sequence_length.initial is not None:
+        length = min(length, bounds.max_sequence_length.initial)
+    return _limits(spec, length, batch, percent)
 
 
 def longest_sequence(spec: Spec) -> int:
-    """The upper bound, as far as model and memory are known to carry it, but never below the lower bound.
+    """The upper bound, as far as model and memory are known to carry it, but never below the lower bound."""
+    return _longest(spec, spec.bounds.kv_cache_percent.max)
+
+
+def _longest(spec: Spec, percent: int) -> int:
+    """The same with a KV cache of so many percent.
 
     At the largest batch limit of the bounds: a step of it needs more memory, and a pod refuses limits under which one
     sequence of full length no longer fits.
@@ -35,7 +46,7 @@ def longest_sequence(spec: Spec) -> int:
     bounds, facts = spec.bounds.max_sequence_length, known_facts(spec)
     if facts is None:
         return bounds.max
-    limits = _limits(spec, bounds.min, spec.bounds.batch_size.max)
+    limits = _limits(spec, bounds.min, spec.bounds.batch_size.max, percent)
     fitting = plan_memory(facts, budget(spec), limits, compute_threads(spec)).longest_of(1)
     return min(bounds.max, facts.context_length, max(bounds.min, fitting))
 
@@ -61,11 +72,11 @@ def compute_threads(spec: Spec) -> int:
     return max(1, parse_cpu(spec.resources.requests.cpu) // 1000)
 
 
-def _limits(spec: Spec, length: int, batch: int) -> Limits:
+def _limits(spec: Spec, length: int, batch: int, percent: int) -> Limits:
     return Limits(
         max_sequence_length=length,
         batch_size=batch,
-        kv_cache_percent=spec.bounds.kv_cache_percent.max,
+        kv_cache_percent=percent,
         token_budget=default_token_budget(batch),
         max_queued_requests=QUEUED_REQUESTS,
         # One request of the greatest length must always be able to wait.

@@ -40,13 +40,20 @@ def test_all_problems_are_named_at_once():
     spec = {
         **SMALLEST["spec"],
         "replicas": "2",
-        "bounds": {"batchSize": {"initial": 70, "min": 65}, "replicas": {"min": 9}},
+        "bounds": {
+            "batchSize": {"initial": 70, "min": 65},
+            "kvCachePercent": {"initial": 95},
+            "maxSequenceLength": {"initial": 512},
+            "replicas": {"min": 9},
+        },
     }
     found = {problem.field for problem in check_authored({**SMALLEST, "spec": spec})}
     assert found == {
         "spec.replicas",
         "spec.bounds.batchSize.min",
         "spec.bounds.batchSize.initial",
+        "spec.bounds.kvCachePercent.initial",
+        "spec.bounds.maxSequenceLength.initial",
         "spec.bounds.replicas.min",
     }
 

@@ -199,6 +199,24 @@ def test_the_initial_sequence_length_fits_the_pod_at_any_batch_of_the_bounds(bat
     assert found == max(1024, fitting) < 8192
 
 
+def test_a_service_starts_with_what_its_bounds_name():
+    bounds = {
+        "maxSequenceLength": {"initial": 4096},
+        "kvCachePercent": {"initial": 30},
+        "batchSize": {"initial": 4},
+    }
+    limits = initial_limits(sized("2Gi", bounds))
+    assert (limits.max_sequence_length, limits.kv_cache_percent, limits.batch_size) == (4096, 30, 4)
+    assert initial_limits(sized("2Gi", {})).kv_cache_percent == 90
+
+
+def test_a_first_sequence_length_is_one_that_the_first_kv_cache_holds():
+    little = initial_limits(sized("400Mi", {"kvCachePercent": {"initial": 50}}))
+    assert 1024 < little.max_sequence_length < initial_limits(sized("400Mi", {})).max_sequence_length
+    asked = initial_limits(sized("400Mi", {"kvCachePercent": {"initial": 50}, "maxSequenceLength": {"initial": 8192}}))
+    assert asked.max_sequence_length == little.max_sequence_length
+
+
 def sized(memory: str, bounds: dict[str, Any]) -> Spec:
     return make(bounds=bounds, resources={"requests": {"memory": memory}, "limits": {"memory": memory}}).spec
 
