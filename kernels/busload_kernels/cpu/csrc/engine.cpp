@@ -17,6 +17,11 @@ namespace {
 // Up to so many rows every thread norms and quantises for itself: cheaper than a barrier.
 constexpr int kOwnRows = 4;
 
+// So many rows are taken through all units of a matrix before the next: their activations stay in a core's L2 cache, and
+// unpacking the weights once more for each block of rows costs little beside them.
+constexpr int kBlockInputs = 3 << 17, kLeastBlock = 96;
+int row_block(int cols) { return std::max(kBlockInputs / cols, kLeastBlock); }
+
 // Segments of decoding rows whose sums can be kept apart in one step, counted per key-value head; rows beyond are done by
 // one thread each.
 constexpr int kPartials = 512;
@@ -65,7 +70,7 @@ Buffers lay_out(Arena& arena, const BlModel& m, int threads, int64_t tokens, int
   b.sampling = arena.take<SampleScratch>(threads);
   for (int id = 0; id < threads; id++) {
     const Activations own = take_activations(arena, kOwnRows, m.hidden);
-    const ThreadScratch scratch{arena.take<uint8_t>(kWideGroups * 2 * kWideBytes), arena.take<float>(rows * 2 * kUnitRows)};
+    const ThreadScratch scratch{arena.take<uint8_t>(kWideGroups * 2 * kWideBytes), arena.take<float>(std::min<int64_t>(rows, row_block(m.hidden)) * 2 * kUnitRows)};
     const SampleScratch sampling{arena.take<float>(m.vocab), arena.take<int32_t>(m.vocab)};
     if (arena.base) b.own[id] = own, b.scratch[id] = scratch, b.sampling[id] = sampling;
   }
@@ -248,6 +253,17 @@ struct Pass {
     }
   }
 
+  // f(item, first, rows) for all items and rows: one block of rows after the other, as `cols` inputs allow.
+  template <class F>
+  void share_blocks(int id, int rows, int cols, int items, F f) {
+    const int most = row_block(cols), blocks = (rows + most - 1) / most;
+    team.share(id, blocks * items, [&](int i) {
+      const int64_t block = i / items;
+      const int first = (int)(rows * block / blocks), end = (int)(rows * (block + 1) / blocks);
+      f(i % items, first, end - first);
+    });
+  }
+
   // RMSNorm and quantisation.
   const Activations& norm(int id, const Stream& stream, const float* weight) {
     const bool own = stream.rows <= kOwnRows;
@@ -265,8 +281,9 @@ struct Pass {
   void add_linear(int id, const Stream& stream, const BlMatrix& matrix, const Activations& in, const float* post_norm,
                   Phase phase) {
     float* out = post_norm ? buffers.branch : stream.x;
-    team.share(id, matrix.rows / kUnitRows, [&](int unit) {
-      k.linear(matrix, unit, in, stream.rows, out + unit * kUnitRows, m.hidden, !post_norm, buffers.scratch[id]);
+    share_blocks(id, stream.rows, matrix.cols, matrix.rows / kUnitRows, [&](int unit, int first, int count) {
+      k.linear(matrix, unit, in.from_row(first), count, row(out, first, m.hidden) + unit * kUnitRows, m.hidden, !post_norm,
+               buffers.scratch[id]);
     });
     if (post_norm)
       team.share(id, stream.rows, [&](int r) {
@@ -281,9 +298,10 @@ struct Pass {
     uint8_t* kv = engine.kv + index * engine.layer_bytes;
     const Activations& normed = norm(id, all, layer.attention_norm);
     const int units = width / kUnitRows;
-    team.share(id, units, [&](int unit) {
-      for (int r = tokens * unit / units; r < tokens * (unit + 1) / units; r++) fetch_tile(kv, r);
-      k.linear(layer.qkv, unit, normed, tokens, buffers.qkv + unit * kUnitRows, width, false, buffers.scratch[id]);
+    share_blocks(id, tokens, m.hidden, units, [&](int unit, int first, int count) {
+      for (int r = first + count * unit / units; r < first + count * (unit + 1) / units; r++) fetch_tile(kv, r);
+      k.linear(layer.qkv, unit, normed.from_row(first), count, row(buffers.qkv, first, width) + unit * kUnitRows, width, false,
+               buffers.scratch[id]);
     });
     end(id, kQkv);
     team.share(id, tokens, [&](int r) {
@@ -348,11 +366,11 @@ struct Pass {
   void feed_forward(int id, const Stream& stream, const BlLayer& layer) {
     const Activations& normed = norm(id, stream, layer.ffn_norm);
     const ThreadScratch& scratch = buffers.scratch[id];
-    team.share(id, m.ffn / kGroup, [&](int group) {
+    share_blocks(id, stream.rows, m.hidden, m.ffn / kGroup, [&](int group, int first, int count) {
       for (int part = 0; part < 2; part++)
-        k.linear(layer.gate_up, 2 * group + part, normed, stream.rows, scratch.gate + part * kUnitRows, 2 * kUnitRows, false,
-                 scratch);
-      k.gate(scratch.gate, stream.rows, m.activation, buffers.gated, group);
+        k.linear(layer.gate_up, 2 * group + part, normed.from_row(first), count, scratch.gate + part * kUnitRows,
+                 2 * kUnitRows, false, scratch);
+      k.gate(scratch.gate, count, m.activation, buffers.gated.from_row(first), group);
     });
     end(id, kGateUp);
     add_linear(id, stream, layer.down, buffers.gated, layer.post_ffn_norm, kDown);

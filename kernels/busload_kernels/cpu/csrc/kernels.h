@@ -7,7 +7,7 @@ namespace busload {
 // Work buffers of one thread.
 struct ThreadScratch {
   uint8_t* wide;  // [kWideGroups][2] wide tiles: weights of one unit, unpacked
-  float* gate;    // [rows][64]: gate and up of one unit
+  float* gate;    // [row_block(ffn)][64]: gate and up of one group
 };
 
 struct RopeRow {

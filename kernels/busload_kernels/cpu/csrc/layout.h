@@ -38,6 +38,10 @@ struct Activations {
   int32_t* unbias;  // [cols / 32][stride]
   int cols;
   int64_t stride;  // at least the number of rows
+
+  Activations from_row(int64_t row) const {
+    return {q + row * kGroup, scale + row, offset + row, unbias + row, cols, stride};
+  }
 };
 
 // KV cache: [block][layer][kv head] of a tile for 32 tokens. An int8 tile: keys are lines of 16 tokens x 4 dims (byte = key + 128):
