@@ -84,6 +84,7 @@ class Sampling(Structure):
         ("top_k", c_int64),
         ("shaping", c_void_p),
         ("logprobs", c_void_p),
+        ("mask", c_void_p),
     )
 
 

@@ -1,7 +1,8 @@
 """The seam between scheduler and executor: what one engine step computes."""
 
 from array import array
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -76,10 +77,18 @@ class Plan:
     """One engine step. No two chunks belong to one request; no two chunks write one block."""
 
     chunks: tuple[Chunk, ...]
+    masks: Mapping[int, bytes | bytearray] = field(default_factory=dict)
+    """Request id -> the tokens that it may draw in this step, of which there is one at least: token t if bit t % 8 of
+    byte t // 8 is set. [mask_bytes(vocab_size)]. The mask comes after shaping. Requests not in it may draw any."""
 
     @property
     def num_tokens(self) -> int:
         return sum(len(chunk.tokens) for chunk in self.chunks)
+
+
+def mask_bytes(vocab_size: int) -> int:
+    """Length of a mask of `Plan.masks`."""
+    return -(-vocab_size // 32) * 4
 
 
 class Logprobs(NamedTuple):

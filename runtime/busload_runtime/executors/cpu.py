@@ -16,11 +16,11 @@ from busload_runtime.engine.plan import Chunk, Logprobs, Plan, Sampled, Sampling
 from busload_runtime.executors.cpu_model import PackedModel
 from busload_runtime.executors.cpu_threads import usable_threads
 from busload_runtime.executors.errors import ExecutorError, wrong_plan
-from busload_runtime.executors.sampling import history_of
+from busload_runtime.executors.sampling import history_of, masks_of
 from busload_runtime.model.weights import WeightFile
 
-_SAMPLING = "dddQQqQQ"  # native.Sampling
-_GREEDY = (0.0, 1.0, 0.0, 0, 0, 0, 0, 0)
+_SAMPLING = "dddQQqQQQ"  # native.Sampling
+_GREEDY = (0.0, 1.0, 0.0, 0, 0, 0, 0, 0, 0)
 _KV_FORMATS = {"int8": native.KV_INT8, "fp32": native.KV_FP32}
 _BANDWIDTH_BYTES = 2**26
 _BANDWIDTH_SECONDS = 0.1
@@ -111,8 +111,15 @@ class CpuExecutor:
         scored = [
             None if params.logprobs is None else _Logprobs(params.logprobs, self.vocab_size) for _, params, _ in drawing
         ]
+        masks = {request_id: _Mask(mask) for request_id, mask in masks_of(plan, self.vocab_size).items()}
         sampling = [
-            _sampling(params, chunk.sample_index, shape.address if shape else 0, score.address if score else 0)
+            _sampling(
+                params,
+                chunk.sample_index,
+                shape.address if shape else 0,
+                score.address if score else 0,
+                masks[chunk.request_id].address if chunk.request_id in masks else 0,
+            )
             for (chunk, params, _), shape, score in zip(drawing, shaped, scored, strict=True)
         ]
         tokens = self._step(plan.chunks, [row for _, _, row in drawing], sampling, None)
@@ -224,6 +231,14 @@ class _Logprobs:
         return Logprobs(self._struct.drawn, tuple(zip(self._tokens, self._top, strict=True)))
 
 
-def _sampling(params: SamplingParams, sample_index: int, shaping: int, logprobs: int) -> tuple[float, ...]:
+class _Mask:
+    """One of `Plan.masks` where the engine can read it."""
+
+    def __init__(self, mask: bytes | bytearray) -> None:
+        self._words = array("I", bytes(mask))
+        self.address = self._words.buffer_info()[0]
+
+
+def _sampling(params: SamplingParams, sample_index: int, shaping: int, logprobs: int, mask: int) -> tuple[float, ...]:
     top_k, seed = min(params.top_k, 2**31 - 1), params.seed % 2**64
-    return params.temperature, params.top_p, params.min_p, seed, sample_index, top_k, shaping, logprobs
+    return params.temperature, params.top_p, params.min_p, seed, sample_index, top_k, shaping, logprobs, mask

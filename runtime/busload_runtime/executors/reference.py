@@ -18,7 +18,7 @@ from busload_runtime.engine.plan import Chunk, Plan, Sampled
 from busload_runtime.executors.errors import ExecutorError, wrong_plan
 from busload_runtime.executors.kv_pool import KvPool
 from busload_runtime.executors.linear import Linear, rows_of, tile, usable_threads
-from busload_runtime.executors.sampling import history_of, logprobs_of, sample, shape
+from busload_runtime.executors.sampling import apply_mask, history_of, logprobs_of, masks_of, sample, shape
 from busload_runtime.model.architectures.description import Activation
 from busload_runtime.model.config import ModelConfig
 from busload_runtime.model.progress import LoadProgress
@@ -80,11 +80,15 @@ class ReferenceExecutor:
 
     def run(self, plan: Plan) -> Sequence[Sampled]:
         self._check(plan)
+        masks = masks_of(plan, self.vocab_size)
         # Decoding requests first: `linear` treats them apart.
         chunks = sorted(plan.chunks, key=lambda chunk: len(chunk.tokens) > 1)
         drawing = [(chunk, end - 1) for chunk, (_, end) in _with_rows(chunks) if chunk.sampling is not None]
         logits = self.logits(chunks, [row for _, row in drawing])
-        drawn = {chunk.request_id: _draw(chunk, row) for (chunk, _), row in zip(drawing, logits, strict=True)}
+        drawn = {
+            chunk.request_id: _draw(chunk, row, masks.get(chunk.request_id))
+            for (chunk, _), row in zip(drawing, logits, strict=True)
+        }
         return [drawn[chunk.request_id] for chunk in plan.chunks if chunk.sampling is not None]
 
     def _check(self, plan: Plan) -> None:
@@ -284,7 +288,7 @@ def _attend(queries: Array, keys: Array, values: Array, scale: float, window: in
     return mixed.reshape(num_kv_heads, -1, n, head_dim).transpose(2, 0, 1, 3).reshape(n, num_heads, head_dim)
 
 
-def _draw(chunk: Chunk, logits: Array) -> Sampled:
+def _draw(chunk: Chunk, logits: Array, mask: bytes | bytearray | None) -> Sampled:
     if not np.isfinite(logits).all():
         raise ExecutorError(
             f"request {chunk.request_id}: the model's output is not a number at position {chunk.length_after}; "
@@ -296,6 +300,8 @@ def _draw(chunk: Chunk, logits: Array) -> Sampled:
     if params.shaping is not None:
         history = history_of(chunk)
         shaped = shape(logits, params.shaping, history, min(chunk.sample_index, len(history)))
+    if mask is not None:
+        shaped = apply_mask(shaped, mask)
     token = sample(shaped, params, chunk.sample_index)
     return Sampled(
         chunk.request_id, token, None if params.logprobs is None else logprobs_of(logits, token, params.logprobs)

@@ -1,13 +1,13 @@
 """Drawing the next token from logits."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from busload_runtime.engine.plan import Chunk, Logprobs, SamplingParams, Shaping
+from busload_runtime.engine.plan import Chunk, Logprobs, Plan, SamplingParams, Shaping, mask_bytes
 from busload_runtime.executors.errors import ExecutorError
 
 Array: TypeAlias = NDArray[np.float32]
@@ -49,8 +49,27 @@ def shape(logits: Array, shaping: Shaping, history: Sequence[int], num_drawn: in
     return shaped
 
 
+def apply_mask(logits: Array, mask: bytes | bytearray) -> Array:
+    """Logits [vocab] with minus infinity for the tokens that `mask`, one of `Plan.masks`, leaves out."""
+    may = np.unpackbits(np.frombuffer(mask, np.uint8), count=len(logits), bitorder="little")
+    return np.where(may, logits, np.float32(-np.inf))
+
+
+def masks_of(plan: Plan, vocab_size: int) -> Mapping[int, bytes | bytearray]:
+    """The masks of a plan. Raises `ExecutorError` for one of another length than the vocabulary needs."""
+    for request_id, mask in plan.masks.items():
+        if len(mask) != mask_bytes(vocab_size):
+            raise ExecutorError(
+                f"request {request_id}: the plan has a mask of {len(mask)} bytes; a vocabulary of {vocab_size} tokens "
+                f"needs {mask_bytes(vocab_size)}"
+            )
+    return plan.masks
+
+
 def sample(logits: Array, params: SamplingParams, sample_index: int) -> int:
-    """One token id from `logits` [vocab] (finite): temperature, min-p, top-k, then top-p (Holtzman et al. 2019).
+    """One token id from `logits` [vocab]: temperature, min-p, top-k, then top-p (Holtzman et al. 2019).
+
+    Logits are finite, or minus infinity for tokens that must not be drawn.
 
     The draw depends on the logits, `params` and `sample_index` alone: the generator is Philox, a function of a key and
     a counter, so nothing has to be remembered between steps. Tokens as likely as the k-th all stay.

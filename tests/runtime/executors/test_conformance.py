@@ -3,7 +3,7 @@
 import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from warped import probabilities
 
 from busload_kernels.cpu import library
-from busload_runtime.engine.plan import Chunk, Plan, Sampled, SamplingParams, Shaping
+from busload_runtime.engine.plan import Chunk, Plan, Sampled, SamplingParams, Shaping, mask_bytes
 from busload_runtime.executors.contract import Executor
 from busload_runtime.executors.cpu import CpuExecutor
 from busload_runtime.executors.errors import ExecutorError
@@ -421,6 +421,62 @@ def test_logprobs_are_the_log_softmax_of_the_models_own_logits(
     ranked = sorted(range(VOCABULARY), key=lambda token: (-expected[token], token))
     np.testing.assert_allclose([value for _, value in found.top], expected[ranked[:num_top]], atol=2e-5)
     np.testing.assert_allclose([expected[token] for token, _ in found.top], expected[ranked[:num_top]], atol=2e-5)
+
+
+def mask_of(tokens: Iterable[int]) -> bytes:
+    bits = np.zeros(mask_bytes(VOCABULARY) * 8, np.uint8)
+    bits[list(tokens)] = 1
+    return np.packbits(bits, bitorder="little").tobytes()
+
+
+@given(
+    st.builds(
+        SamplingParams,
+        temperature=st.sampled_from((0.0, 0.05, 1.0, 2.0)),
+        top_p=st.sampled_from((1.0, 0.5, 1e-6)),
+        top_k=st.sampled_from((0, 1, 5, 200)),
+        min_p=st.sampled_from((0.0, 0.2)),
+        seed=st.integers(0, 2**64 - 1),
+        shaping=st.sampled_from((None, Shaping(logit_bias=((3, 50.0), (7, -50.0)), repetition_penalty=1.2))),
+    ),
+    st.sets(st.integers(0, VOCABULARY - 1), min_size=1, max_size=VOCABULARY),
+    st.integers(0, 3),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_masked_request_draws_from_its_mask_alone_and_others_draw_as_ever(
+    executor: AnyExecutor, params: SamplingParams, allowed: set[int], data: int
+) -> None:
+    tokens = random_tokens(12, data)
+    history = array("i", tokens)
+    masked = Chunk(4, tokens, 0, blocks_for(executor, 12), replace(params, logprobs=2), 0, history)
+    other = replace(masked, request_id=5, blocks=blocks_for(executor, 12, 60))
+    chunks = (masked, other)
+    drawn, free = executor.run(Plan(chunks, {4: mask_of(allowed)}))
+    assert drawn.token in allowed
+    assert free == executor.run(Plan(chunks))[1]
+    assert drawn.logprobs is not None
+    assert free.logprobs is not None
+    assert drawn.logprobs.top == free.logprobs.top  # of the model's own logits
+    assert executor.run(Plan(chunks, {4: mask_of(range(VOCABULARY))}))[0].token == free.token
+
+
+def test_masked_draws_have_the_probabilities_of_what_is_left(executor: AnyExecutor) -> None:
+    tokens, allowed = random_tokens(20), list(range(0, VOCABULARY, 5))
+    logits = np.full(VOCABULARY, -np.inf, np.float32)
+    logits[allowed] = last_logits(executor, tokens)[allowed]
+    expected = probabilities(logits, 0.7, 20, 0.9)
+    chunk = Chunk(1, tokens, 0, blocks_for(executor, 20), SamplingParams(temperature=0.7, top_k=20, top_p=0.9, seed=3))
+    masks = {1: mask_of(allowed)}
+    seen = Counter(executor.run(Plan((replace(chunk, sample_index=i),), masks))[0].token for i in range(600))
+    assert set(seen) <= set(np.flatnonzero(expected).tolist())
+    frequencies = np.array([seen[token] for token in range(VOCABULARY)]) / 600
+    np.testing.assert_array_less(np.abs(frequencies - expected), 4.5 * np.sqrt(expected / 600) + 1e-9)
+
+
+def test_a_mask_of_the_wrong_length_is_refused(executor: AnyExecutor) -> None:
+    chunk = Chunk(1, random_tokens(5), 0, (0,), SamplingParams())
+    with pytest.raises(ExecutorError, match=r"a mask of 3 bytes; a vocabulary of 262 tokens needs 36"):
+        executor.run(Plan((chunk,), {1: b"abc"}))
 
 
 def test_a_greedy_token_is_the_most_likely_one_also_among_equals(tmp_path: Path, name: str) -> None:

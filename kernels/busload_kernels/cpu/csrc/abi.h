@@ -73,6 +73,7 @@ typedef struct {
   int64_t top_k;       // 0: all tokens
   const BlShaping* shaping;  // NULL: none
   BlLogprobs* logprobs;      // NULL: not asked for
+  const uint32_t* mask;      // [(vocab + 31) / 32] token t may be drawn if bit t % 32 of word t / 32 is set; NULL: all may
 } BlSampling;
 
 typedef struct {

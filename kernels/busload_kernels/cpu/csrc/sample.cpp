@@ -1,5 +1,6 @@
 #include "sample.h"
 
+#include <float.h>
 #include <math.h>
 
 #include <algorithm>
@@ -8,6 +9,8 @@
 
 namespace busload {
 namespace {
+
+bool allowed(const uint32_t* mask, int token) { return mask[token / 32] >> token % 32 & 1; }
 
 // The k-th largest of x. The k-th largest of the maxima of blocks is a lower bound, so few values are looked at twice.
 float kth_largest(const float* x, int n, int k) {
@@ -73,7 +76,7 @@ void report(const Kernels& kernels, const float* logits, int vocab, int32_t draw
 
 int32_t draw(const Kernels& kernels, float* logits, int vocab, const BlSampling& how, const SampleScratch& s) {
   std::vector<float> raw;  // the model's own logits, where they are still needed once others have taken their place
-  if (how.logprobs && how.shaping) raw.assign(logits, logits + vocab);
+  if (how.logprobs && (how.shaping || how.mask)) raw.assign(logits, logits + vocab);
   if (how.shaping) shape(logits, *how.shaping, s);
   const int32_t token = sample(kernels, logits, vocab, how, s);
   if (how.logprobs && token >= 0) report(kernels, raw.empty() ? logits : raw.data(), vocab, token, *how.logprobs, s);
@@ -101,10 +104,18 @@ void shape(float* logits, const BlShaping& how, const SampleScratch& s) {
   }
 }
 
-int32_t sample(const Kernels& kernels, const float* logits, int vocab, const BlSampling& how, const SampleScratch& s) {
-  const int32_t best = kernels.argmax(logits, vocab);
+int32_t sample(const Kernels& kernels, float* logits, int vocab, const BlSampling& how, const SampleScratch& s) {
+  int32_t best = kernels.argmax(logits, vocab);
+  if (best >= 0 && how.mask) {
+    for (int i = 0; i < vocab; i++)
+      if (!allowed(how.mask, i)) logits[i] = -FLT_MAX;
+    best = kernels.argmax(logits, vocab);
+  }
   if (best < 0 || how.temperature == 0) return best;
   kernels.exponentials(logits, s.weights, vocab, (float)(1 / how.temperature), logits[best]);
+  if (how.mask)
+    for (int i = 0; i < vocab; i++)
+      if (!allowed(how.mask, i)) s.weights[i] = 0;
   if (how.min_p > 0)  // weights are relative to the most likely token's
     for (int i = 0; i < vocab; i++)
       if (s.weights[i] < how.min_p) s.weights[i] = 0;

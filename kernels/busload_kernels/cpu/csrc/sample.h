@@ -18,8 +18,8 @@ int32_t draw(const Kernels&, float* logits, int vocab, const BlSampling&, const 
 // penalty (OpenAI API reference) on the drawn ones. Only the logits of those tokens are touched.
 void shape(float* logits, const BlShaping&, const SampleScratch&);
 
-// Token id, or -1 when the logits are not all finite.
-int32_t sample(const Kernels&, const float* logits, int vocab, const BlSampling&, const SampleScratch&);
+// Token id, or -1 when the logits are not all finite. Tokens that the mask leaves out get the lowest logit there is.
+int32_t sample(const Kernels&, float* logits, int vocab, const BlSampling&, const SampleScratch&);
 
 // In [0, 1): Philox4x64-10 (Salmon et al. 2011) of key (seed, 0) at counter index + 1, top 53 bits of the first word;
 // the first number of numpy's Generator(Philox(key=seed, counter=index)).
