@@ -1,10 +1,12 @@
 """One live `busload serve` for all contract tests."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
 from live_server import BUNDLED, LiveServer, running
+from tiny_gguf import write_tiny_model
 
 
 @pytest.fixture(scope="session")
@@ -13,6 +15,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     flags = ("--executor=cpu", f"--served-model-name={BUNDLED}", "--batch-size=8", "--max-sequence-length=4096")
     with running(tmp_path_factory.mktemp("contract"), *flags) as live:
         yield live
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model whose steps take about a millisecond, for what would take the bundled one minutes."""
+    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
 
 
 @pytest.fixture(scope="session")
