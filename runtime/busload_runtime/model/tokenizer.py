@@ -45,12 +45,12 @@ class TextTokenizer:
         """At most so many bytes of a text are one token."""
         return max(len(token.encode()) for token in self._tokens)
 
-    def encode(self, text: str, special: bool, mark: str = "") -> list[int]:
+    def encode(self, text: str, special: bool, mark: str = "", bos: bool = True) -> list[int]:
         """Token ids of a whole prompt.
 
         `special` turns the text of control tokens (`<|im_start|>`) into those tokens: for the output of a chat
         template only. Otherwise it is ordinary text, as are those that `hide_control` marked with `mark`.
-        BOS is put in front when the file asks for it and it is not there.
+        BOS is put in front when the file asks for it and it is not there, unless `bos` is False.
         """
         ids: list[int] = []
         for part in self._control.split(text) if special else (text,):
@@ -58,7 +58,7 @@ class TextTokenizer:
                 ids.append(part)
             elif plain := _without(part, mark) if special else part:
                 ids += self._encode_plain(plain)
-        if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+        if bos and self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
 
@@ -83,12 +83,16 @@ class TextTokenizer:
             raise IndexError(f"token id {token_id} is negative")
         return self._tokens[token_id]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids` without control tokens; bytes that are no UTF-8 become U+FFFD."""
-        raw = b"".join(map(self.token_bytes, ids))
+    def decode(self, ids: Iterable[int], control: bool = False) -> str:
+        """The text of `ids`, without control tokens or with their names; bytes that are no UTF-8 become U+FFFD."""
+        piece = self._named_bytes if control else self.token_bytes
+        raw = b"".join(map(piece, ids))
         if self._drop_first_space:
             raw = raw.removeprefix(b" ")
         return raw.decode(errors="replace")
+
+    def _named_bytes(self, token_id: int) -> bytes:
+        return self._tokens[token_id].encode() if self._types[token_id] == CONTROL else self.token_bytes(token_id)
 
     def hide_control(self, text: str, mark: str) -> str:
         """`text` with `mark` inside each control-token text, so that `encode(special=True, mark=mark)` sees none."""

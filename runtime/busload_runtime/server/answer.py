@@ -1,18 +1,18 @@
 """The road both endpoints share: admit, read, check, tokenise, submit, and answer whole or as a stream."""
 
-import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from busload_runtime.engine.messages import Ready
+from busload_runtime.server.body import read_body
 from busload_runtime.server.disconnect import ClientGoneError, until_disconnect
 from busload_runtime.server.edge import Trace
 from busload_runtime.server.errors import ApiError
@@ -24,8 +24,6 @@ from busload_runtime.server.service import Service
 from busload_runtime.server.text import TextStream
 from busload_runtime.server.tokenise import PromptEncoder
 
-# A body must arrive in this time: its seat in the queue is taken meanwhile.
-_BODY_SECONDS = 60.0
 _CLIENT_CLOSED = 499  # the customary status for "nobody reads this"; only the log sees it
 
 _encode = msgspec.json.Encoder().encode
@@ -59,9 +57,14 @@ class Endpoint(Generic[Body]):
 
 async def answer(endpoint: Endpoint[Body], service: Service, request: Request) -> Response:
     """Answers one HTTP request. Raises `ApiError` for every refusal."""
+    return await told(service, request, _Call(endpoint, service, request, request.state.trace).run())
+
+
+async def told(service: Service, request: Request, work: Awaitable[Response]) -> Response:
+    """The response of `work`; why there is none goes to the access log, and a refusal is counted."""
     trace: Trace = request.state.trace
     try:
-        return await _Call(endpoint, service, request, trace).run()
+        return await work
     except ApiError as error:
         trace.reason = error.code or error.reason or "error"
         if error.reason is not None:
@@ -91,7 +94,7 @@ class _Call(Generic[Body]):
         seats = 1
         streaming = False
         try:
-            body = decode_request(await _read_body(self.request, self.service.max_body_bytes), self.endpoint.body)
+            body = decode_request(await read_body(self.request, self.service.max_body_bytes), self.endpoint.body)
             self.service.check_model(body.model)
             choices = body.num_choices()
             if choices > 1:
@@ -261,37 +264,6 @@ class _EventStream(Response):
         async for event in self._events:
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _read_body(request: Request, limit: int) -> bytes:
-    """The body. Raises `ApiError`: 413 when it is too large, before anything of it is parsed; 408 when it stalls."""
-    declared = request.headers.get("content-length", "")
-    size = int(declared) if declared.isdecimal() else 0
-    chunks: list[bytes] = []
-    try:
-        async with asyncio.timeout(_BODY_SECONDS):
-            if size <= limit:
-                size = 0
-                async for chunk in request.stream():
-                    size += len(chunk)
-                    if size > limit:
-                        break
-                    chunks.append(chunk)
-    except TimeoutError:
-        raise ApiError(
-            408, f"the body did not arrive within {_BODY_SECONDS:g} s", code="body_timeout", reason="invalid"
-        ) from None
-    except ClientDisconnect:
-        raise ClientGoneError from None
-    if size > limit:
-        raise ApiError(
-            413,
-            f"the body is larger than {limit} bytes, which is ample for the longest prompt allowed; send fewer or "
-            "shorter prompts per request",
-            code="request_too_large",
-            reason="invalid",
-        )
-    return b"".join(chunks)
 
 
 def _event(content: Json) -> bytes:

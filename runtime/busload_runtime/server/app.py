@@ -14,6 +14,17 @@ from busload_runtime.server.edge import Edge
 from busload_runtime.server.errors import ApiError
 from busload_runtime.server.health import health_routes
 from busload_runtime.server.service import Service
+from busload_runtime.server.tokens import TokenRoutes
+
+# What else the OpenAI API has, and its relatives: people try them.
+_OTHER_APIS = tuple(
+    f"/v1/{name}"
+    for name in (
+        *("embeddings", "responses", "conversations", "realtime", "messages", "audio", "images", "videos"),
+        *("moderations", "rerank", "score", "assistants", "threads", "vector_stores"),
+        *("files", "uploads", "batches", "fine_tuning", "evals", "containers"),
+    )
+)
 
 
 def build_app(service: Service) -> ASGIApp:
@@ -35,6 +46,10 @@ def _add_api(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         return await answer(CHAT, service, request)
+
+    tokens = TokenRoutes(service)
+    app.post("/tokenize")(tokens.tokenize)
+    app.post("/detokenize")(tokens.detokenize)
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:
@@ -72,11 +87,21 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path, method = request.url.path[:200], request.method
+    if error.status_code == 404 and path.startswith(_OTHER_APIS):
+        # Not 501: clients take that for a fault that passes, and try again.
+        return _respond(
+            ApiError(
+                404,
+                f"this server has no {path}: it generates text, with /v1/chat/completions and /v1/completions; "
+                "/openapi.json describes all it has",
+                code="unsupported_endpoint",
+            )
+        )
     if error.status_code == 404:
         return _respond(
             ApiError(
                 404,
-                f"there is no {method} {path}; see /v1/models, /v1/completions, /v1/chat/completions",
+                f"there is no {method} {path}; /openapi.json describes all there is",
                 code="not_found",
             )
         )

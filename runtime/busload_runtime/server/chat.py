@@ -8,12 +8,19 @@ from busload_runtime.server.answer import Endpoint, Json
 from busload_runtime.server.errors import invalid
 from busload_runtime.server.logprobs import ScoredToken
 from busload_runtime.server.protocol import ChatRequest, Message
+from busload_runtime.server.sampling import check_length
 from busload_runtime.server.tokenise import PromptEncoder
 
 
 async def _tokenise(body: ChatRequest, text: PromptEncoder, limit: int) -> list[list[int]]:
-    messages = [_plain(message, i) for i, message in enumerate(body.messages)]
-    return [await text.encode_chat(messages, limit)]
+    ids = await text.encode_chat(plain_messages(body.messages), limit)
+    check_length(len(ids), limit, "messages")
+    return [ids]
+
+
+def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
+    """Messages as chat templates take them. Raises `ApiError` 400 for what no template of ours reads."""
+    return [_plain(message, i) for i, message in enumerate(messages)]
 
 
 def _plain(message: Message, position: int) -> dict[str, Any]:

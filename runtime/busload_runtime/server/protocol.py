@@ -140,6 +140,25 @@ class ChatRequest(Sampled, kw_only=True, frozen=True):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
 
+class TokenizeRequest(msgspec.Struct, frozen=True):
+    """`POST /tokenize`: a prompt as completions take it, or messages as chats do."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    """Of a prompt: whether BOS is put in front where the model wants it. A chat has what its template writes."""
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True):
+    """`POST /detokenize`."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
 # Parameters that would change the answer and are not supported, with the values that ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (None,),
@@ -165,11 +184,20 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (None, False),
 }
 
+Body = TypeVar("Body", bound=msgspec.Struct)
 Request = TypeVar("Request", bound=Sampled)
 
 
 def decode_request(body: bytes, kind: type[Request]) -> Request:
     """The request in a JSON body. Raises `ApiError` 400 that names the parameter."""
+    raw = decode_object(body)
+    request = convert(raw, kind)
+    request.check()
+    return request
+
+
+def decode_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in a body. Raises `ApiError` 400."""
     try:
         raw = msgspec.json.decode(body)
     except RecursionError:
@@ -178,13 +206,17 @@ def decode_request(body: bytes, kind: type[Request]) -> Request:
         raise invalid(f"the body is not valid JSON: {error}") from None
     if not isinstance(raw, dict):
         raise invalid(f"the body must be a JSON object, got {type(raw).__name__}")
+    return raw
+
+
+def convert(raw: dict[str, Any], kind: type[Body]) -> Body:
+    """The object as `kind`. Raises `ApiError` 400 that names the parameter, also for one that is not supported."""
     try:
-        request = msgspec.convert(raw, kind, str_keys=True)  # token ids of logit_bias are keys
+        body = msgspec.convert(raw, kind, str_keys=True)  # token ids of logit_bias are keys
     except msgspec.ValidationError as error:
         raise _named(error) from None
     _refuse_unsupported(raw, kind.__struct_fields__)
-    request.check()
-    return request
+    return body
 
 
 def _named(error: msgspec.ValidationError) -> ApiError:

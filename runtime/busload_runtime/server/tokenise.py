@@ -29,7 +29,10 @@ class PromptEncoder:
         self._bytes_per_token = tokenizer.longest_token() * _COMPOSITION_FACTOR
 
     async def encode(self, prompts: dict[str, str], limit: int) -> list[list[int]]:
-        """Token ids of texts, given by the name of their parameter; `limit` is the longest sequence allowed."""
+        """Token ids of texts, given by the name of their parameter; `limit` is the longest sequence allowed.
+
+        What is certainly longer is refused without tokenising it; what turns out to be is for the caller to refuse.
+        """
         size = sum(self._check_size(prompt, limit, param) for param, prompt in prompts.items())
         encode = self.model.tokenizer.encode
         encoded = await _run(size, lambda: [encode(prompt, special=False) for prompt in prompts.values()])
@@ -38,16 +41,34 @@ class PromptEncoder:
                 raise invalid(f"{param} is empty; give at least one token", param)
         return encoded
 
-    async def encode_chat(self, messages: list[dict[str, Any]], limit: int) -> list[int]:
-        """Token ids of a conversation in the model's own chat format."""
+    async def encode_any(self, prompt: str, limit: int, bos: bool) -> list[int]:
+        """Token ids of one text, which may be empty; without BOS, if so wished. `limit` as in `encode`."""
+        size = self._check_size(prompt, limit, "prompt")
+        return await _run(size, lambda: self.model.tokenizer.encode(prompt, special=False, bos=bos))
+
+    async def encode_chat(
+        self, messages: list[dict[str, Any]], limit: int, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Token ids of a conversation in the model's own chat format; `limit` as in `encode`."""
         size = sum(self._check_size(message["content"], limit, "messages") for message in messages)
         self._check_length(size, limit, "messages")
         try:
-            ids = await _run(size + _MESSAGE_BYTES * len(messages), lambda: self.model.encode_chat(messages))
+            return await _run(
+                size + _MESSAGE_BYTES * len(messages), lambda: self.model.encode_chat(messages, add_generation_prompt)
+            )
         except ChatError as error:
             raise invalid(str(error), "messages") from None
-        check_length(len(ids), limit, "messages")
-        return ids
+
+    async def decode(self, ids: list[int]) -> str:
+        """The text of token ids, control tokens by their names. Raises `ApiError` 400 for ids that are none."""
+        if not ids:
+            return ""
+        decode = self.model.tokenizer.decode
+        return await _run(len(ids), lambda: decode(self.check(ids, "tokens"), control=True))
+
+    async def written(self, ids: list[int]) -> list[str]:
+        """Token ids as the vocabulary writes them."""
+        return await _run(len(ids), lambda: [self.model.tokenizer.written(token) for token in ids])
 
     def check(self, ids: list[Any], param: str) -> list[int]:
         """The token ids, if each is one of the model's."""
