@@ -50,6 +50,7 @@ class PromptEncoder:
         self, messages: list[dict[str, Any]], limit: int, add_generation_prompt: bool = True
     ) -> list[int]:
         """Token ids of a conversation in the model's own chat format; `limit` as in `encode`."""
+        check_length(len(messages), limit, "messages", exact=False)  # each is a token at the very least
         size = sum(self._check_size(message["content"], limit, "messages") for message in messages)
         self._check_length(size, limit, "messages")
         try:
