@@ -8,6 +8,7 @@ import typer
 from busload_operator.cli._signals import end_quietly_until_handled
 
 _LIMITS = "Limits (change while running with --limits-file)"
+_TENANTS = "Tenants"
 _PROCESS = "Process"
 
 
@@ -76,6 +77,14 @@ def command(
     max_queued_tokens: Annotated[
         int, typer.Option(rich_help_panel=_LIMITS, help="Prompt tokens that may wait; more get 429.")
     ] = 262144,
+    tenant_header: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=_TENANTS,
+            help="Header that names the tenant of a request; set by a gateway that drops what clients put there. "
+            "Tenants take turns by tokens, fill at most half the queue each and share no cached prefix. Empty: none.",
+        ),
+    ] = "X-Busload-Tenant",
     drain_seconds: Annotated[
         float,
         typer.Option(rich_help_panel=_PROCESS, help="After SIGTERM: time for running and queued requests to finish."),
@@ -123,6 +132,7 @@ def command(
         ),
         drain_seconds=drain_seconds,
         engine_timeout=engine_timeout,
+        tenant_header=tenant_header,
     )
     raise typer.Exit(serve(options))
 

@@ -2,36 +2,59 @@
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from busload_runtime.contract import Limits
 from busload_runtime.engine.messages import Stats
-from busload_runtime.server.errors import ApiError, invalid
+from busload_runtime.server.errors import ApiError, RefusalReason, invalid
+from busload_runtime.server.service_rate import ServiceRate
+from busload_runtime.server.tenants import ANYBODY, Tenant
 
 # How long the engine must report a queue beside empty seats before those seats count as unusable (memory is short).
 _SETTLED_SECONDS = 1.0
-_RATE_WINDOW_SECONDS = 30.0
 _RETRY_UNKNOWN_SECONDS = 5
 _RETRY_MAX_SECONDS = 120
+TENANT_SHARE = 0.5
+"""Of the queue, in requests and in prompt tokens, which one of several tenants may fill."""
+
+
+@dataclass(slots=True)
+class Held:
+    """What a tenant, or all of them, hold now."""
+
+    live: int = 0
+    """Seats."""
+    waiting: int = 0
+    """Those of them that have no token yet."""
+    tokens: int = 0
+    """Prompt tokens of `waiting`, as far as they are known."""
 
 
 class Admission:
-    """Live sequences and their waiting prompt tokens, against `max_queued_requests` and `max_queued_tokens`.
+    """Live sequences and their waiting prompt tokens, against the limits, the time they may wait, and tenants' shares.
 
     A sequence takes a seat from the moment its HTTP request is read until its last token. `batch_size` seats run,
     `max_queued_requests` more may wait; one more is refused with 429 before its text is tokenised.
     """
 
-    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        clock: Callable[[], float] = time.monotonic,
+        queue_seconds: float = math.inf,
+    ) -> None:
+        """`queue_seconds`: how long the queue may be in time, as far as that is known."""
         self.limits = limits
         self.draining = False
         self.keeps_promises = False
         """Quiescing came before draining: a connection that a client was let keep still serves its next request."""
-        self.live = 0
-        self.waiting_tokens = 0
+        self.rate = ServiceRate()
+        self.all = Held()
+        self._tenants: dict[str, Held] = {}
+        """Of tenants that hold something: no more than there are requests."""
+        self._queue_seconds = queue_seconds
         self._clock = clock
-        self._finished: deque[float] = deque(maxlen=512)
         self._engine_running = 0
         self._short_since: float | None = None
 
@@ -42,6 +65,16 @@ class Admission:
         elif self._short_since is None:
             self._short_since = self._clock()
         self._engine_running = stats.running
+        self.rate.observe(stats)
+
+    @property
+    def live(self) -> int:
+        """Seats taken."""
+        return self.all.live
+
+    @property
+    def waiting_tokens(self) -> int:
+        return self.all.tokens
 
     @property
     def seats(self) -> int:
@@ -50,11 +83,19 @@ class Admission:
             return self._engine_running
         return self.limits.batch_size
 
-    def take(self, count: int, held: int = 0, promised: bool = False) -> None:
-        """Takes `count` seats for a request that holds `held` already. `promised`: it came on a kept connection.
+    def take(
+        self,
+        count: int,
+        held: int = 0,
+        promised: bool = False,
+        tenant: Tenant = ANYBODY,
+        patience: float = math.inf,
+    ) -> None:
+        """Takes `count` seats for a request that holds `held` already. `promised`: it came on a kept connection;
+        `patience`: seconds after which it would give up.
 
-        Raises `ApiError`: 503 when draining (for the first seat only), 429 when the queue is full, 400 when the
-        request could not fit even an empty queue.
+        Raises `ApiError`: 503 when draining (for the first seat only), 429 when the queue or the tenant's share of it
+        is full or longer than may be waited, 400 when the request could not fit even an empty queue.
         """
         if self.draining and not held and not (promised and self.keeps_promises):
             raise ApiError(
@@ -64,47 +105,95 @@ class Admission:
                 reason="draining",
                 retry_after=1,
             )
-        largest = self.limits.batch_size + self.limits.max_queued_requests
+        queue = self.limits.max_queued_requests
+        largest = self.limits.batch_size + (self._share if tenant.bounded else queue)
         if held + count > largest:
             raise invalid(
                 f"the request asks for {held + count} sequences (prompts times n), batch and queue hold {largest}; "
                 "split it",
                 "n",
             )
-        if self.live + count > self.seats + self.limits.max_queued_requests:
-            waiting = max(0, self.live - self.seats)
-            raise self._full(f"{waiting} requests wait, the queue holds {self.limits.max_queued_requests}")
-        self.live += count
+        if self.live + count > self.seats + queue:
+            raise self._full(f"{max(0, self.live - self.seats)} requests wait, the queue holds {queue}")
+        self._check_share(count, tenant)
+        if not held:
+            self._check_seconds(patience)
+        for holder in (self.all, self._held(tenant)):
+            holder.live += count
+            holder.waiting += count
 
-    def queue_tokens(self, tokens: int) -> None:
+    def queue_tokens(self, tokens: int, tenant: Tenant = ANYBODY) -> None:
         """Counts prompt tokens as waiting. Raises 429 when too many wait; alone in the queue any prompt may enter."""
-        if self.waiting_tokens and self.waiting_tokens + tokens > self.limits.max_queued_tokens:
+        most, waiting = self.limits.max_queued_tokens, self.waiting_tokens
+        if waiting and waiting + tokens > most:
+            raise self._full(f"{waiting} prompt tokens wait, {tokens} more would exceed the queue's {most}")
+        held, share = self._held(tenant), math.floor(TENANT_SHARE * most)
+        if tenant.bounded and held.tokens and held.tokens + tokens > share:
             raise self._full(
-                f"{self.waiting_tokens} prompt tokens wait, {tokens} more would exceed the queue's "
-                f"{self.limits.max_queued_tokens}"
+                f"{held.tokens} prompt tokens of this tenant wait, {tokens} more would exceed its share of {share}",
+                "tenant_limit",
             )
-        self.waiting_tokens += tokens
+        self.all.tokens += tokens
+        held.tokens += tokens
 
-    def unqueue_tokens(self, tokens: int) -> None:
-        self.waiting_tokens -= tokens
+    def unqueue(self, tokens: int, tenant: Tenant = ANYBODY) -> None:
+        """A sequence of so many prompt tokens has its first token, or will never have one."""
+        for held in (self.all, self._held(tenant)):
+            held.waiting -= 1
+            held.tokens -= tokens
 
-    def leave(self, count: int = 1, finished: bool = False) -> None:
-        """Frees seats. `finished` ones feed the finish rate behind Retry-After."""
-        self.live -= count
-        if finished:
-            self._finished.append(self._clock())
+    def leave(self, count: int = 1, tenant: Tenant = ANYBODY, waiting: int = 0) -> None:
+        """Frees seats, `waiting` of which were never submitted."""
+        for held in (self.all, self._held(tenant)):
+            held.live -= count
+            held.waiting -= waiting
+        if not self._tenants[tenant.name].live:
+            del self._tenants[tenant.name]
+
+    @property
+    def tenants(self) -> int:
+        """Tenants that hold something."""
+        return len(self._tenants)
+
+    def queue_seconds(self) -> float | None:
+        """How long what waits now takes to be served; 0 while seats are free, None while it is not known."""
+        queued = max(0, self.live - self.seats)
+        if not queued:
+            return 0.0
+        tokens = self.waiting_tokens * min(1.0, queued / max(1, self.all.waiting))
+        return self.rate.seconds(queued, round(tokens), self.seats)
 
     def retry_after(self) -> int:
-        """Seconds in which what waits now is done: the number that wait over the recent finish rate (Little's law)."""
-        since = self._clock() - _RATE_WINDOW_SECONDS
-        recent = [at for at in self._finished if at >= since]
-        if not recent:
-            return _RETRY_UNKNOWN_SECONDS
-        span = max(self._clock() - recent[0], 1.0)
-        waiting = max(1, self.live - self.seats)
-        return min(_RETRY_MAX_SECONDS, max(1, math.ceil(waiting * span / len(recent))))
+        """Seconds in which what waits now is served."""
+        seconds = self.queue_seconds()
+        return _RETRY_UNKNOWN_SECONDS if seconds is None else min(_RETRY_MAX_SECONDS, max(1, math.ceil(seconds)))
 
-    def _full(self, what: str) -> ApiError:
-        return ApiError(
-            429, f"queue full: {what}", code="queue_full", reason="queue_full", retry_after=self.retry_after()
-        )
+    def _check_share(self, count: int, tenant: Tenant) -> None:
+        """A tenant's sequences without a token are those that free seats take at once, and its share of the queue."""
+        if not tenant.bounded:
+            return
+        share = self._share
+        free = max(0, self.seats - (self.live - self.all.waiting))
+        waiting = self._tenants[tenant.name].waiting if tenant.name in self._tenants else 0
+        if waiting + count > free + share:
+            raise self._full(
+                f"{max(0, waiting - free)} requests of this tenant wait, its share of the queue is {share}",
+                "tenant_limit",
+            )
+
+    def _check_seconds(self, patience: float) -> None:
+        most = min(self._queue_seconds, patience)
+        if most < math.inf and (seconds := self.queue_seconds()) is not None and seconds > most:
+            raise self._full(f"what waits takes about {seconds:.0f} s, and this request may wait {most:g} s")
+
+    @property
+    def _share(self) -> int:
+        """Requests of one tenant that may wait."""
+        queue = self.limits.max_queued_requests
+        return min(queue, max(1, math.floor(TENANT_SHARE * queue)))
+
+    def _held(self, tenant: Tenant) -> Held:
+        return self._tenants.setdefault(tenant.name, Held())
+
+    def _full(self, what: str, reason: RefusalReason = "queue_full") -> ApiError:
+        return ApiError(429, f"queue full: {what}", code=reason, reason=reason, retry_after=self.retry_after())

@@ -90,7 +90,8 @@ class _Call(Generic[Body]):
     async def run(self) -> Response:
         # The seat comes first: a full queue refuses before the body is read, let alone tokenised.
         text, ready = self.service.loaded()
-        self.service.admission.take(1, promised=self.trace.promised)
+        admission, tenant = self.service.admission, self.trace.tenant
+        admission.take(1, promised=self.trace.promised, tenant=tenant)
         seats = 1
         streaming = False
         try:
@@ -98,7 +99,7 @@ class _Call(Generic[Body]):
             self.service.check_model(body.model)
             choices = body.num_choices()
             if choices > 1:
-                self.service.admission.take(choices - 1, held=1)
+                admission.take(choices - 1, held=1, tenant=tenant)
             seats = choices
             receive = self.request.receive
             prompts = await until_disconnect(
@@ -112,13 +113,19 @@ class _Call(Generic[Body]):
             return stream
         finally:
             if not self.generation.choices:
-                self.service.admission.leave(seats)
+                admission.leave(seats, tenant, waiting=seats)
             if not streaming:
                 self._close()
 
     def _submit(self, body: Body, prompts: list[list[int]], text: PromptEncoder, ready: Ready) -> None:
         submits = submits_of(
-            body, prompts, self.service.limits, ready, text.model.tokenizer.eos_ids, self.service.engine
+            body,
+            prompts,
+            self.service.limits,
+            ready,
+            text.model.tokenizer.eos_ids,
+            self.service.engine,
+            self.trace.tenant,
         )
         n = body.n or 1
         self.leads = [lead for prompt in prompts for lead in [self.endpoint.lead(body, text, prompt)] * n]

@@ -6,12 +6,13 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from busload_runtime.server.connection import EXTENSION, HttpConnection
 from busload_runtime.server.log import write_line
 from busload_runtime.server.service import Service
+from busload_runtime.server.tenants import ANYBODY, Tenant, tenant_of_header
 
 # Asked for every few seconds by probes and scrapers, and a 503 is one of their normal answers: not logged.
 _QUIET_PATHS = ("/health/", "/metrics")
@@ -28,6 +29,7 @@ class Trace:
     queue_seconds: float | None = None
     first_token_seconds: float | None = None
     reason: str | None = None
+    tenant: Tenant = ANYBODY
     promised: bool = False
     """It came on a connection that an earlier answer let the client keep."""
 
@@ -48,6 +50,7 @@ class Edge:
         scope.setdefault("state", {})["trace"] = trace
         connection: HttpConnection | None = scope.get("extensions", {}).get(EXTENSION, {}).get("connection")
         trace.promised = connection is not None and connection.promised
+        trace.tenant = self._tenant(scope)
         status = 0
 
         async def send_marked(message: Message) -> None:
@@ -70,6 +73,11 @@ class Edge:
             if status not in (200, 503) or not scope["path"].startswith(_QUIET_PATHS):
                 log_request(scope, status, trace)
 
+    def _tenant(self, scope: Scope) -> Tenant:
+        header = self._service.tenant_header
+        name = Headers(scope=scope).get(header) if header else None
+        return tenant_of_header(name) if name else ANYBODY
+
 
 def log_request(scope: Scope, status: int, trace: Trace) -> None:
     """Writes the JSON line. `status` 0: the client left before there was one."""
@@ -78,6 +86,7 @@ def log_request(scope: Scope, status: int, trace: Trace) -> None:
         "id": trace.id,
         "method": scope["method"],
         "path": scope["path"][:200],
+        "tenant": None if trace.tenant is ANYBODY else trace.tenant.label,
         "status": status,
         "prompt_tokens": trace.prompt_tokens,
         "output_tokens": trace.output_tokens,

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-RefusalReason = Literal["invalid", "too_long", "queue_full", "draining"]
+RefusalReason = Literal["invalid", "too_long", "queue_full", "tenant_limit", "draining"]
 
 
 class StartupError(Exception):

@@ -70,7 +70,7 @@ class Generation:
         scored: Callable[[TextStream], ScoredText] | None = None,
     ) -> None:
         """Sends the sequences to the engine, in the order of the choices. Raises `ApiError` 429 or 500."""
-        self.admission.queue_tokens(sum(len(submit.tokens) for submit in submits))
+        self.admission.queue_tokens(sum(len(submit.tokens) for submit in submits), self.trace.tenant)
         now = time.monotonic()
         self.choices = [
             Choice(index, submit.request_id, len(submit.tokens), text(), submitted_at=now)
@@ -178,12 +178,14 @@ class Generation:
     def _no_longer_waits(self, choice: Choice) -> None:
         if choice.waits:
             choice.waits = False
-            self.admission.unqueue_tokens(choice.prompt_tokens)
+            self.admission.unqueue(choice.prompt_tokens, self.trace.tenant)
 
     def _end(self, choice: Choice, reason: str) -> None:
         choice.finish_reason = reason
         self._no_longer_waits(choice)
-        self.admission.leave(finished=reason in ("stop", "length"))
+        self.admission.leave(tenant=self.trace.tenant)
+        if reason in ("stop", "length"):
+            self.admission.rate.finished(choice.prompt_tokens, choice.output_tokens)
         self.metrics.finished(reason)
         self._measure_finished(choice)
 

@@ -99,7 +99,9 @@ class _Serve:
         metrics = Metrics(options.served_model_name)
         admission = Admission(self._limits)
         client = EngineClient(socket_path, options.engine_timeout, lambda stats: service.on_stats(stats))
-        service = Service(options.served_model_name, metrics, admission, client)
+        service = Service(
+            options.served_model_name, metrics, admission, client, tenant_header=options.tenant_header.lower()
+        )
         self._handle_signals(service)
         client.start()
         server = _Server(uvicorn.Config(build_app(service), **_UVICORN))

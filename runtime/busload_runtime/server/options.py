@@ -26,6 +26,7 @@ class ServeOptions:
     limits: Limits
     drain_seconds: float
     engine_timeout: float
+    tenant_header: str
 
     def check(self) -> None:
         """Raises `StartupError` naming the flag, its value and what is allowed. The limits have their own check."""
@@ -40,6 +41,11 @@ class ServeOptions:
             raise StartupError(f"--memory must be a positive number of bytes, got {self.memory}")
         if not 0 <= self.drain_seconds < math.inf:
             raise StartupError(f"--drain-seconds must be 0 or more, got {self.drain_seconds:g}")
+        if not re.fullmatch(r"[A-Za-z0-9-]{0,64}", self.tenant_header):
+            raise StartupError(
+                "--tenant-header must be a header's name of letters, digits and hyphens (empty: no header counts), "
+                f"got {self.tenant_header!r:.80}"
+            )
         if not 1 <= self.engine_timeout < math.inf:
             raise StartupError(f"--engine-timeout must be 1 or more seconds, got {self.engine_timeout:g}")
 

@@ -8,6 +8,7 @@ from busload_runtime.engine.messages import Ready, Submit
 from busload_runtime.server.engine_client import EngineClient
 from busload_runtime.server.errors import invalid, too_long
 from busload_runtime.server.protocol import Sampled
+from busload_runtime.server.tenants import Tenant
 
 _SEED_MASK = 2**63 - 1
 _MAX_LOGPROBS = 2**18
@@ -21,6 +22,7 @@ def submits_of(
     ready: Ready,
     eos_ids: frozenset[int],
     engine: EngineClient,
+    tenant: Tenant,
 ) -> list[Submit]:
     """One message per choice: `n` per prompt, with seeds `seed`, `seed + 1`, ... (a random one when none was given).
 
@@ -63,6 +65,8 @@ def submits_of(
                 logit_bias=body.logit_bias or {},
                 logprobs=body.num_logprobs(),
                 seed=secrets.randbits(63) if body.seed is None else (body.seed + choice) & _SEED_MASK,
+                tenant=tenant.name,
+                weight=tenant.weight,
                 submitted_at=now,
             )
             for choice in range(body.n or 1)

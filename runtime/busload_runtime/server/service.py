@@ -25,6 +25,8 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     text: PromptEncoder | None = None
     ready: Ready | None = None
+    tenant_header: str = ""
+    """Name of the header that tells tenants apart; empty: none does."""
     quiescing: bool = False
     """SIGUSR1 or SIGTERM came: not ready, and every response closes its connection."""
     open_responses: int = 0
@@ -48,6 +50,7 @@ class Service:
         """The engine runs under these now."""
         self.metrics.pace = pace
         self.admission.limits = limits
+        self.admission.rate.law = pace.law
         self.metrics.limits = limits
         self.metrics.generation = generation
 
