@@ -13,6 +13,7 @@ from busload_runtime.server.completions import COMPLETIONS
 from busload_runtime.server.edge import Edge
 from busload_runtime.server.errors import ApiError
 from busload_runtime.server.health import health_routes
+from busload_runtime.server.openapi import document
 from busload_runtime.server.service import Service
 from busload_runtime.server.tokens import TokenRoutes
 
@@ -29,13 +30,18 @@ _OTHER_APIS = tuple(
 
 def build_app(service: Service) -> ASGIApp:
     """The ASGI app of `busload serve`."""
+    return Edge(build_routes(service), service)
+
+
+def build_routes(service: Service) -> FastAPI:
+    """Its routes; `openapi.py` describes each."""
     app = FastAPI(title="busload", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.include_router(health_routes(service))
     _add_api(app, service)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_crash)
-    return Edge(app, service)
+    return app
 
 
 def _add_api(app: FastAPI, service: Service) -> None:
@@ -46,6 +52,10 @@ def _add_api(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         return await answer(CHAT, service, request)
+
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
+        return Response(document(), media_type="application/json")
 
     tokens = TokenRoutes(service)
     app.post("/tokenize")(tokens.tokenize)

@@ -51,7 +51,7 @@ def _delta(index: int, text: str, finish_reason: str | None, logprobs: Json | No
 
 
 def _whole(index: int, text: str, finish_reason: str, logprobs: Json | None) -> Json:
-    message = {"role": "assistant", "content": text, "refusal": None}
+    message: Json = {"role": "assistant", "content": text, "refusal": None, "annotations": []}
     return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
 
 

@@ -252,5 +252,10 @@ def _refuse_unsupported(raw: dict[str, Any], known: tuple[str, ...]) -> None:
         raise invalid(f"best_of must equal n ({choices}), got {raw['best_of']!r:.80}; leave it out", "best_of")
 
 
+def unsupported_words() -> str:
+    """The parameters that are refused, with the values that pass, for people."""
+    return ", ".join(f"`{param}` (only {_words(neutral)})" for param, neutral in sorted(_NEUTRAL.items()))
+
+
 def _words(values: tuple[Any, ...]) -> str:
     return " or ".join(msgspec.json.encode(value).decode() for value in values)
