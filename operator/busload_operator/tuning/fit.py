@@ -1,15 +1,15 @@
 """The step law, fitted online: busy = a*steps + b*sum(batch) + c*sum(kv) + d*prefill tokens, all >= 0.
 
 Each pod window is one equation, weighted 1/busy^2 (so errors are relative), with slow forgetting. Only sums are kept.
-Non-negative least squares with four unknowns is solved exactly by trying every set of non-zero ones: 15 small systems.
+`busload_runtime.step_law` solves them.
 """
 
-import itertools
 import math
 from dataclasses import dataclass
 
 from busload_operator.tuning.types import Law
 from busload_operator.tuning.window import PodWindow
+from busload_runtime import step_law
 
 FORGETTING = 0.9995
 """Weight of a window one window later: a half-life of 1,386 pod windows, 46 minutes of one pod at 2 s."""
@@ -20,7 +20,6 @@ MIN_SPREAD = 1.5
 TRUSTED_BEYOND = 1.3
 """Factor past the batches seen up to which a prediction is not called extrapolated."""
 _BIN_WINDOWS = 3
-_RIDGE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,82 +81,33 @@ def solve(fit: Fit) -> Law | None:
     """The law of the windows so far; None before the first."""
     if fit.samples == 0:
         return None
-    scale = [math.sqrt(fit.gram[i][i]) or 1.0 for i in range(4)]
-    best: tuple[float, tuple[float, ...]] | None = None
-    # Fewer unknowns first: a further one must lower the error by more than 1% (b and c are nearly collinear).
-    for size in range(1, 5):
-        solved = (_solve_active(fit, active, scale) for active in itertools.combinations(range(4), size))
-        errors = [(_error(fit, theta), theta) for theta in solved if theta is not None]
-        if errors and (best is None or min(errors)[0] < 0.99 * best[0]):
-            best = min(errors)
+    best = step_law.least_squares(fit.gram, fit.moment, fit.weight)
     if best is None:
         return None
     error, (a, b, c, d) = best
     known = [b for b in fit.bins if b.count >= _BIN_WINDOWS] or list(fit.bins)
     low, high = known[0].low, known[-1].high
     usable = fit.samples >= MIN_SAMPLES and error <= MAX_ERROR and high >= MIN_SPREAD * low
-    covariance = _covariance(fit, (a, b, c, d), error, scale)
+    covariance = _covariance(fit, (a, b, c, d), error)
     return Law(a, b, c, d, error, fit.samples, low, high, usable, covariance)
 
 
-def _covariance(fit: Fit, theta: tuple[float, ...], error: float, scale: list[float]) -> tuple[tuple[float, ...], ...]:
+def _covariance(fit: Fit, theta: tuple[float, ...], error: float) -> tuple[tuple[float, ...], ...]:
     """`s^2 * gram^-1` of the unknowns that are not zero, s^2 the mean square error with their number of degrees of
     freedom taken off (ordinary least squares, of equations divided by their busy time)."""
     active = tuple(i for i in range(4) if theta[i] > 0)
     free = max(1.0, fit.weight - len(active))
     variance = error**2 * fit.weight / free
     rows = [[0.0] * 4 for _ in range(4)]
+    scale = step_law.scales(fit.gram)
     for k in active:
         unit = tuple(scale[i] if i == k else 0.0 for i in range(4))
-        column = _solve_system(fit.gram, unit, active, scale)
+        column = step_law.solve(fit.gram, unit, active, scale)
         if column is None:
             continue
         for i in active:
             rows[i][k] = variance * column[i] / scale[k]
     return tuple(tuple(row) for row in rows)
-
-
-def _solve_active(fit: Fit, active: tuple[int, ...], scale: list[float]) -> tuple[float, ...] | None:
-    """Least squares with only these unknowns non-zero; None when one comes out negative or the system is singular."""
-    theta = _solve_system(fit.gram, fit.moment, active, scale)
-    return None if theta is None or min(theta) < 0 else theta
-
-
-def _solve_system(
-    gram: tuple[tuple[float, ...], ...], right: tuple[float, ...], active: tuple[int, ...], scale: list[float]
-) -> tuple[float, ...] | None:
-    """x with gram*x = right in the active unknowns, 0 elsewhere; None when the system is singular."""
-    if any(gram[i][i] == 0 for i in active):
-        return None
-    matrix = [
-        [gram[i][j] / (scale[i] * scale[j]) + (_RIDGE if i == j else 0.0) for j in active] + [right[i] / scale[i]]
-        for i in active
-    ]
-    size = len(active)
-    for column in range(size):
-        pivot = max(range(column, size), key=lambda r: abs(matrix[r][column]))
-        if abs(matrix[pivot][column]) < 1e-12:
-            return None
-        matrix[column], matrix[pivot] = matrix[pivot], matrix[column]
-        for r in range(size):
-            if r != column:
-                factor = matrix[r][column] / matrix[column][column]
-                matrix[r] = [x - factor * y for x, y in zip(matrix[r], matrix[column], strict=True)]
-    solution = [matrix[k][size] / matrix[k][k] for k in range(size)]
-    theta = [0.0] * 4
-    for k, i in enumerate(active):
-        theta[i] = solution[k] / scale[i]
-    return tuple(theta)
-
-
-def _error(fit: Fit, theta: tuple[float, ...]) -> float:
-    """Weighted root mean square of 1 - predicted/busy."""
-    square = fit.weight
-    for i in range(4):
-        square -= 2 * theta[i] * fit.moment[i]
-        for j in range(4):
-            square += theta[i] * theta[j] * fit.gram[i][j]
-    return math.sqrt(max(square, 0.0) / fit.weight)
 
 
 @dataclass(frozen=True, slots=True)
