@@ -305,6 +305,14 @@ METRICS: tuple[Metric, ...] = (
         "all 0: none is known.",
         ("coefficient",),
     ),
+    Metric(
+        "busload_probed_step_law_seconds",
+        "gauge",
+        "Step law fitted to steps tried at start: seconds per step (a), decoding request (b), KV token (c), prompt "
+        "token (d); all 0: none could be.",
+        ("coefficient",),
+    ),
+    Metric("busload_probed_batch", "gauge", "Largest batch that was tried at start."),
     # What clients feel. TTFT starts at arrival, before tokenising.
     Metric("busload_time_to_first_token_seconds", "histogram", "Arrival to first token.", (), _SECONDS),
     Metric("busload_inter_token_latency_seconds", "histogram", "Time between two tokens of a request.", (), _SECONDS),

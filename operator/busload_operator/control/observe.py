@@ -15,7 +15,7 @@ from busload_operator.control.scrape import Scraper
 from busload_operator.control.service import InvalidSpecError, read_service
 from busload_operator.control.tuner import Tuner
 from busload_operator.control.workqueue import WorkQueue
-from busload_operator.tuning.counters import CountersError, counters_from_samples
+from busload_operator.tuning.counters import CountersError, counters_from_samples, probed_from_samples
 from busload_operator.tuning.feasible import Reported, reported
 from busload_operator.tuning.types import PodSample
 
@@ -105,7 +105,8 @@ class Observer:
         if scrape.values is None:
             return _Look(PodSample(name, at, None, ready=True, problem=scrape.error, memory_kills=kills))
         try:
-            sample = PodSample(name, at, counters_from_samples(scrape.values), ready=True, memory_kills=kills)
+            counters, probed = counters_from_samples(scrape.values), probed_from_samples(scrape.values)
+            sample = PodSample(name, at, counters, ready=True, memory_kills=kills, probed=probed)
         except CountersError as error:
             sample = PodSample(name, at, None, ready=True, problem=str(error), memory_kills=kills)
         return _Look(sample, reported("the model", scrape.values))

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from busload_operator.control import metrics
 from busload_operator.resources.service import PORT
-from busload_operator.tuning.counters import OPTIONAL_SAMPLES, SAMPLES
+from busload_operator.tuning.counters import OPTIONAL_SAMPLES, PROBED_BATCH, PROBED_LAW, SAMPLES
 from busload_operator.tuning.feasible import FACT_SAMPLES
 
 Values = dict[str, float]
@@ -34,7 +34,9 @@ class Scraper:
         max_bytes: int = 1 << 18,
         concurrency: int = 32,
         port: int = PORT,
-        wanted: Collection[str] = frozenset(SAMPLES.values()).union(OPTIONAL_SAMPLES.values(), FACT_SAMPLES),
+        wanted: Collection[str] = frozenset(SAMPLES.values()).union(
+            OPTIONAL_SAMPLES.values(), FACT_SAMPLES, PROBED_LAW, [PROBED_BATCH]
+        ),
     ):
         self._wanted = wanted
         self._timeout, self._max_bytes, self._port = timeout, max_bytes, port

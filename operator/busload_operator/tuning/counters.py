@@ -1,5 +1,6 @@
 """One pod's counters, taken from its parsed `/metrics`."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -63,6 +64,18 @@ class Counters:
     itl_missed: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """The step law `t = a + b*batch + c*kv + d*prefill` as steps took that a pod tried before it was ready, in
+    batches up to `batch`."""
+
+    a: float
+    b: float
+    c: float
+    d: float
+    batch: int
+
+
 # Field of Counters -> sample name in the exposition format.
 SAMPLES: dict[str, str] = {
     "clock": "busload_engine_clock_seconds",
@@ -106,6 +119,10 @@ OPTIONAL_SAMPLES: dict[str, str] = {
     "itl_missed": 'busload_objective_misses_total{objective="inter_token_latency"}',
 }
 
+# The law of the steps that a pod tried before it was ready.
+PROBED_LAW = tuple(f'busload_probed_step_law_seconds{{coefficient="{name}"}}' for name in "abcd")
+PROBED_BATCH = "busload_probed_batch"
+
 # The levels: everything else is cumulative and must not fall.
 LEVELS = frozenset(
     {
@@ -136,3 +153,11 @@ def counters_from_samples(samples: Mapping[str, float]) -> Counters:
         )
     found = SAMPLES | {field: name for field, name in OPTIONAL_SAMPLES.items() if name in samples}
     return Counters(**{field: float(samples[name]) for field, name in found.items()})
+
+
+def probed_from_samples(samples: Mapping[str, float]) -> Probed | None:
+    """What a pod says of the steps it tried; None when it tried none or says what cannot be."""
+    a, b, c, d = law = [samples.get(name, 0.0) for name in PROBED_LAW]
+    batch = samples.get(PROBED_BATCH, 0.0)
+    usable = all(math.isfinite(value) and value >= 0 for value in law) and sum(law) > 0 and 1 <= batch <= 1e6
+    return Probed(a, b, c, d, int(batch)) if usable else None

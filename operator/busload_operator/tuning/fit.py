@@ -7,6 +7,7 @@ Each pod window is one equation, weighted 1/busy^2 (so errors are relative), wit
 import math
 from dataclasses import dataclass
 
+from busload_operator.tuning.counters import Probed
 from busload_operator.tuning.types import Law
 from busload_operator.tuning.window import PodWindow
 from busload_runtime import step_law
@@ -20,6 +21,7 @@ MIN_SPREAD = 1.5
 TRUSTED_BEYOND = 1.3
 """Factor past the batches seen up to which a prediction is not called extrapolated."""
 _BIN_WINDOWS = 3
+_LENGTHS = (64, 512)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +45,45 @@ class Fit:
     bins: tuple[BatchBin, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What one decoding request costs beside its place: the lengths seen."""
+
+    kv_per_request: float
+    prefill_per_token: float
+
+
 def add(fit: Fit, window: PodWindow) -> Fit:
     """The fit with one more window; windows with too few steps to mean anything change nothing."""
     if window.steps < 3 or window.busy_seconds <= 0 or window.step_batch <= 0:
         return fit
     work = (window.steps, window.step_batch, window.step_kv_tokens, window.prefill_tokens)
-    row = [value / window.busy_seconds for value in work]
+    return _add(fit, work, window.busy_seconds, window.step_batch / window.steps)
+
+
+def _add(fit: Fit, work: tuple[float, float, float, float], seconds: float, batch: float) -> Fit:
+    row = [value / seconds for value in work]
     gram = tuple(
         tuple(FORGETTING * old + row[i] * row[j] for j, old in enumerate(line)) for i, line in enumerate(fit.gram)
     )
     moment = tuple(FORGETTING * old + row[i] for i, old in enumerate(fit.moment))
-    bins = _count(fit.bins, window.step_batch / window.steps)
+    bins = _count(fit.bins, batch)
     return Fit(gram, moment, FORGETTING * fit.weight + 1.0, fit.samples + 1, bins)
+
+
+def from_probed(probed: Probed) -> Fit:
+    """A first fit, from the steps that a pod tried before it served: batches in octaves up to its largest, of short
+    and of longer sequences, with and without prompts in the step. As many windows as it takes to be used, and no more:
+    what runs soon outweighs it."""
+    fit = Fit()
+    batches = [2**k for k in range(probed.batch.bit_length())]
+    shapes = [(batch, float(length), prompts) for batch in batches for length in _LENGTHS for prompts in (0, batch)]
+    rounds = max(_BIN_WINDOWS, math.ceil(MIN_SAMPLES / len(shapes)))
+    for batch, length, prompts in shapes * rounds:
+        row = (1.0, float(batch), length * batch, float(prompts))
+        seconds = sum(c * x for c, x in zip((probed.a, probed.b, probed.c, probed.d), row, strict=True))
+        fit = _add(fit, row, seconds, float(batch))
+    return fit
 
 
 def _count(bins: tuple[BatchBin, ...], batch: float) -> tuple[BatchBin, ...]:
@@ -108,14 +137,6 @@ def _covariance(fit: Fit, theta: tuple[float, ...], error: float) -> tuple[tuple
         for i in active:
             rows[i][k] = variance * column[i] / scale[k]
     return tuple(tuple(row) for row in rows)
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """What one decoding request costs beside its place: the lengths seen."""
-
-    kv_per_request: float
-    prefill_per_token: float
 
 
 def slope(law: Law, work: Workload) -> float:

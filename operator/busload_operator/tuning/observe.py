@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 
 from busload_operator.tuning.demand import count_arrivals, learn_lengths
-from busload_operator.tuning.fit import MAX_ERROR, Fit, add, solve, surprise
+from busload_operator.tuning.fit import MAX_ERROR, Fit, add, from_probed, solve, surprise
 from busload_operator.tuning.state import State
-from busload_operator.tuning.types import Inputs, Observed
+from busload_operator.tuning.types import Inputs, Observed, PodSample
 from busload_operator.tuning.window import MAX_SCRAPE_AGE, Base, PodWindow, View, read, view
 
 SHOWN_SECONDS = 15.0
@@ -61,6 +61,8 @@ def observe(state: State, inputs: Inputs) -> tuple[State, Picture]:
     kept = tuple(w for w in state.windows if w.end > inputs.now - KEPT_SECONDS and w.pod in names) + tuple(new)
     state = _check_law(state, inputs.now, new)
     fit, length = state.fit, state.output_length
+    if fit.samples == 0 and not state.windows:
+        fit = _first_fit(ready)
     for window in new:
         fit = add(fit, window)
         length = _output_length(length, window.finished, window.output_tokens_sum)
@@ -82,6 +84,12 @@ def observe(state: State, inputs: Inputs) -> tuple[State, Picture]:
         observed=None if blind else _observed(state, inputs, tuple(silent)),
     )
     return state, picture
+
+
+def _first_fit(ready: list[tuple[str, PodSample]]) -> Fit:
+    """From what the first pod that tried steps says; empty when none did."""
+    probed = next((sample.probed for _, sample in ready if sample.probed is not None), None)
+    return Fit() if probed is None else from_probed(probed)
 
 
 def _check_law(state: State, now: float, new: list[PodWindow]) -> State:

@@ -55,6 +55,8 @@ def _pod(sample: PodSample) -> dict[str, Any]:
     body: dict[str, Any] = {"pod": sample.pod, "at": encode(sample.at), "ready": sample.ready}
     if sample.memory_kills:
         body["memory_kills"] = sample.memory_kills
+    if sample.probed is not None:
+        body["probed"] = encode(sample.probed)
     if sample.counters is None:
         return body | {"problem": sample.problem}
     return body | {"counters": [encode(getattr(sample.counters, name)) for name in _COUNTERS]}

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from busload_operator.tuning.counters import Counters
+from busload_operator.tuning.counters import Counters, Probed
 from busload_runtime.contract import Limits
 
 
@@ -115,6 +115,8 @@ class PodSample:
     """Why there are no counters."""
     memory_kills: int = 0
     """How often the pod had been restarted when its container was last killed for its memory; 0: it was not."""
+    probed: Probed | None = None
+    """None: the pod has not tried any steps."""
 
 
 @dataclass(frozen=True, slots=True)

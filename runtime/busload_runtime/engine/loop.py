@@ -9,10 +9,15 @@ from busload_runtime.contract import Limits, Pace
 from busload_runtime.engine.memory import MemoryPlan
 from busload_runtime.engine.messages import Stats, Submit, TokenOut
 from busload_runtime.engine.plan import Chunk, Plan, SamplingParams, Shaping
+from busload_runtime.engine.probe import Probed, probe
 from busload_runtime.engine.request import Output, Request
 from busload_runtime.engine.scheduler import RequestRefused, Scheduler
 from busload_runtime.engine.statistics import Statistics
 from busload_runtime.executors.contract import Executor
+
+SPARE = 8 << 20
+"""Bytes that a step of `Engine.probe` may need beyond the steps that the limits allow: a part of what is set aside for
+what grows."""
 
 
 class Engine:
@@ -47,6 +52,14 @@ class Engine:
         """Computes one real token, outside all counters. Block 0 is blank again afterwards for all the pool knows."""
         chunk = Chunk(request_id=0, tokens=(0,), start=0, blocks=(0,), sampling=SamplingParams(temperature=0.0))
         self._executor.run(Plan((chunk,)))
+
+    def probe(self) -> Probed | None:
+        """Tries steps of several shapes, outside all counters; None when the pool is too small for it."""
+        limits, memory = self._scheduler.limits, self._memory
+        planned = memory.activations(limits.token_budget, limits.batch_size) + SPARE
+        sizes = [2**k for k in range(13) if memory.activations(limits.token_budget, 2**k) <= planned]
+        num_blocks = self._scheduler.levels().kv_blocks
+        return probe(self._executor, num_blocks, limits.token_budget, max(sizes, default=1), self._clock)
 
     def submit(self, message: Submit) -> list[TokenOut]:
         """Queues a request; returns its end when it cannot run."""

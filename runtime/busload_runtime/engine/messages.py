@@ -79,6 +79,9 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     memory_budget_bytes: int
     copy_bandwidth: float
     load_seconds: float
+    step_law: tuple[float, float, float, float] | None = None
+    """Coefficients a, b, c, d as steps tried before the start took; `probed_batch` is the largest of them."""
+    probed_batch: int = 0
 
 
 class TokenOut(msgspec.Struct, frozen=True, array_like=True):

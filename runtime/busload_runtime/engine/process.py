@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 
@@ -121,6 +122,7 @@ def start(
     )
     engine = Engine(executor, plan, limits, pace=pace)
     engine.warm_up()
+    probed = engine.probe()
     # What lives now lives for ever: keep the garbage collector from walking over it between steps.
     gc.collect()
     gc.freeze()
@@ -133,6 +135,8 @@ def start(
         memory_budget_bytes=budget.num_bytes,
         copy_bandwidth=executor.copy_bandwidth,
         load_seconds=time.monotonic() - started,
+        step_law=None if probed is None else astuple(probed.law),
+        probed_batch=0 if probed is None else probed.batch,
     )
 
 

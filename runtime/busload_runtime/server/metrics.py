@@ -127,6 +127,9 @@ class Metrics(Collector):
         pace, law = self.pace, self.pace.law
         yield _family(_BY_NAME["busload_objective_seconds"], [((o,), getattr(pace, o) or 0.0) for o in OBJECTIVES])
         yield _family(_BY_NAME["busload_step_law_seconds"], [((c,), _field(law, c)) for c in COEFFICIENTS])
+        probed = (self.ready and self.ready.step_law) or (0.0,) * len(COEFFICIENTS)
+        name = "busload_probed_step_law_seconds"
+        yield _family(_BY_NAME[name], [((c,), value) for c, value in zip(COEFFICIENTS, probed, strict=True)])
         for name, (labels, value) in self._levels().items():
             yield _family(_BY_NAME[name], [(labels, value)])
 
@@ -152,6 +155,7 @@ class Metrics(Collector):
                 self._bandwidth.share(stats, _field(ready, "copy_bandwidth")),
             ),
             "busload_limits_generation": ((), self.generation),
+            "busload_probed_batch": ((), _field(ready, "probed_batch")),
         }
 
     def _engine_pid(self) -> int:

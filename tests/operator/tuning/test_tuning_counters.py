@@ -3,7 +3,7 @@ from dataclasses import fields
 import pytest
 
 from busload_operator.tuning import SAMPLES, Counters, CountersError, counters_from_samples
-from busload_operator.tuning.counters import CUMULATIVE, LEVELS, OPTIONAL_SAMPLES
+from busload_operator.tuning.counters import CUMULATIVE, LEVELS, OPTIONAL_SAMPLES, Probed, probed_from_samples
 from busload_runtime.contract import METRICS, OBJECTIVES
 
 EVERY = {name: float(i) for i, name in enumerate(SAMPLES.values())}
@@ -50,3 +50,14 @@ def test_the_runtime_exports_what_is_needed() -> None:
         elif field != "clock":
             assert kinds[family] in ("counter", "histogram"), name
     assert set(CUMULATIVE) | LEVELS == set(SAMPLES)
+
+
+def test_the_law_that_a_pod_tried_is_read_and_what_cannot_be_is_none():
+    law = {f'busload_probed_step_law_seconds{{coefficient="{name}"}}': 0.001 for name in "abcd"}
+    said = {**law, "busload_probed_batch": 32.0}
+    assert probed_from_samples(said) == Probed(0.001, 0.001, 0.001, 0.001, 32)
+    assert probed_from_samples({}) is None  # an older pod
+    assert probed_from_samples({**said, "busload_probed_batch": 0.0}) is None  # it tried nothing
+    for wrong in (-1.0, float("nan"), float("inf")):
+        assert probed_from_samples({**said, 'busload_probed_step_law_seconds{coefficient="b"}': wrong}) is None
+    assert probed_from_samples(dict.fromkeys(law, 0.0) | {"busload_probed_batch": 32.0}) is None

@@ -7,11 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_tuning_window import BASE, NEXT, read, sample
 
+from busload_operator.tuning.counters import Probed
 from busload_operator.tuning.fit import (
     Fit,
     Workload,
     add,
     batch_within,
+    from_probed,
     solve,
     step_error,
     step_seconds,
@@ -141,3 +143,23 @@ def test_the_error_grows_away_from_the_batches_seen_and_falls_with_windows() -> 
 
 def test_an_exact_law_has_no_error() -> None:
     assert step_error(fitted(scattered((0.02, 0.004, 2e-6, 0.0008), 60, 0.0)), Workload(400.0, 0.5), 8) < 0.01
+
+
+def test_steps_that_a_pod_tried_make_a_law_that_is_used_and_soon_outweighed():
+    probed = Probed(4e-3, 5e-4, 1e-6, 3e-4, 32)
+    first = from_probed(probed)
+    law = solve(first)
+    assert law is not None
+    assert law.usable
+    assert (law.batch_min, law.batch_max) == (1.0, 32.0)
+    work = Workload(100.0, 2.0)
+    told = probed.a + 20 * (probed.b + 100 * probed.c + 2 * probed.d)
+    assert step_seconds(law, work, 20.0) == pytest.approx(told, rel=0.01)
+    fit = first
+    for batch in [4, 8, 16] * 100:
+        slow = (2 * probed.a, 2 * probed.b, 2 * probed.c, 2 * probed.d)
+        fit = add(fit, made(slow, batch, 256, 0))
+    later = solve(fit)
+    assert later is not None
+    slower = step_seconds(later, Workload(256.0, 0.0), 16.0)
+    assert slower == pytest.approx(2 * (probed.a + 16 * (probed.b + 256 * probed.c)), rel=0.15)

@@ -17,9 +17,13 @@ from busload_runtime.model.errors import ModelError
 
 class ScriptedExecutor(HashingExecutor):
     fault = "none"
+    requests = 0
+    """Steps of real requests."""
 
     def run(self, plan: Plan) -> Sequence[Sampled]:
-        if self.fault == "step" and self.steps >= 3:
+        # Steps that the engine tries before it is ready compute token 0 only.
+        self.requests += any(any(chunk.tokens) for chunk in plan.chunks)
+        if self.fault == "step" and self.requests >= 3:
             raise FloatingPointError("scripted\nfault")
         if self.fault == "slow":
             time.sleep(0.02)
