@@ -233,7 +233,7 @@ class Metric:
 _SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 REFUSAL_REASONS = ("invalid", "too_long", "queue_full", "tenant_limit", "draining")
-FINISH_REASONS = ("stop", "length", "abort", "error")
+FINISH_REASONS = ("stop", "length", "abort", "timeout", "error")
 OBJECTIVES = ("time_to_first_token", "inter_token_latency")
 COEFFICIENTS = tuple(field.name for field in fields(StepLaw))
 

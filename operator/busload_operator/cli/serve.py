@@ -8,6 +8,7 @@ import typer
 from busload_operator.cli._signals import end_quietly_until_handled
 
 _LIMITS = "Limits (change while running with --limits-file)"
+_TIMES = "Time limits of a request"
 _TENANTS = "Tenants"
 _PROCESS = "Process"
 
@@ -77,6 +78,25 @@ def command(
     max_queued_tokens: Annotated[
         int, typer.Option(rich_help_panel=_LIMITS, help="Prompt tokens that may wait; more get 429.")
     ] = 262144,
+    queue_timeout: Annotated[
+        float,
+        typer.Option(
+            rich_help_panel=_TIMES,
+            help="Seconds to the first token: 429 at once when the queue is known to take longer, 408 when it did.",
+        ),
+    ] = 300.0,
+    request_timeout: Annotated[
+        float,
+        typer.Option(
+            rich_help_panel=_TIMES,
+            help="Seconds to the last token; then 408, or an error event in a stream. "
+            "A client asks for less with the header X-Request-Timeout.",
+        ),
+    ] = 3600.0,
+    token_timeout: Annotated[
+        float,
+        typer.Option(rich_help_panel=_TIMES, help="Seconds from one token to the next; then as above."),
+    ] = 120.0,
     tenant_header: Annotated[
         str,
         typer.Option(
@@ -109,6 +129,7 @@ def command(
     """
     end_quietly_until_handled()
     from busload_runtime.contract import Limits, default_token_budget
+    from busload_runtime.server.deadline import Timeouts
     from busload_runtime.server.lifecycle import serve
     from busload_runtime.server.options import ServeOptions
 
@@ -132,6 +153,7 @@ def command(
         ),
         drain_seconds=drain_seconds,
         engine_timeout=engine_timeout,
+        timeouts=Timeouts(queue=queue_timeout, request=request_timeout, token=token_timeout),
         tenant_header=tenant_header,
     )
     raise typer.Exit(serve(options))

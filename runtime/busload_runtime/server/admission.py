@@ -29,6 +29,8 @@ class Held:
     """Those of them that have no token yet."""
     tokens: int = 0
     """Prompt tokens of `waiting`, as far as they are known."""
+    weight: float = 1.0
+    """Of the tenant."""
 
 
 class Admission:
@@ -38,13 +40,7 @@ class Admission:
     `max_queued_requests` more may wait; one more is refused with 429 before its text is tokenised.
     """
 
-    def __init__(
-        self,
-        limits: Limits,
-        clock: Callable[[], float] = time.monotonic,
-        queue_seconds: float = math.inf,
-    ) -> None:
-        """`queue_seconds`: how long the queue may be in time, as far as that is known."""
+    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits = limits
         self.draining = False
         self.keeps_promises = False
@@ -53,7 +49,6 @@ class Admission:
         self.all = Held()
         self._tenants: dict[str, Held] = {}
         """Of tenants that hold something: no more than there are requests."""
-        self._queue_seconds = queue_seconds
         self._clock = clock
         self._engine_running = 0
         self._short_since: float | None = None
@@ -92,7 +87,7 @@ class Admission:
         patience: float = math.inf,
     ) -> None:
         """Takes `count` seats for a request that holds `held` already. `promised`: it came on a kept connection;
-        `patience`: seconds after which it would give up.
+        `patience`: seconds that it may wait, as far as it is known how long that is.
 
         Raises `ApiError`: 503 when draining (for the first seat only), 429 when the queue or the tenant's share of it
         is full or longer than may be waited, 400 when the request could not fit even an empty queue.
@@ -114,10 +109,10 @@ class Admission:
                 "n",
             )
         if self.live + count > self.seats + queue:
-            raise self._full(f"{max(0, self.live - self.seats)} requests wait, the queue holds {queue}")
+            raise self._full(f"{max(0, self.live - self.seats)} requests wait, the queue holds {queue}", tenant)
         self._check_share(count, tenant)
         if not held:
-            self._check_seconds(patience)
+            self._check_seconds(tenant, patience)
         for holder in (self.all, self._held(tenant)):
             holder.live += count
             holder.waiting += count
@@ -126,11 +121,12 @@ class Admission:
         """Counts prompt tokens as waiting. Raises 429 when too many wait; alone in the queue any prompt may enter."""
         most, waiting = self.limits.max_queued_tokens, self.waiting_tokens
         if waiting and waiting + tokens > most:
-            raise self._full(f"{waiting} prompt tokens wait, {tokens} more would exceed the queue's {most}")
+            raise self._full(f"{waiting} prompt tokens wait, {tokens} more would exceed the queue's {most}", tenant)
         held, share = self._held(tenant), math.floor(TENANT_SHARE * most)
         if tenant.bounded and held.tokens and held.tokens + tokens > share:
             raise self._full(
                 f"{held.tokens} prompt tokens of this tenant wait, {tokens} more would exceed its share of {share}",
+                tenant,
                 "tenant_limit",
             )
         self.all.tokens += tokens
@@ -155,17 +151,25 @@ class Admission:
         """Tenants that hold something."""
         return len(self._tenants)
 
-    def queue_seconds(self) -> float | None:
-        """How long what waits now takes to be served; 0 while seats are free, None while it is not known."""
+    def queue_seconds(self, tenant: Tenant = ANYBODY) -> float | None:
+        """How long it takes to serve what waits now of a tenant, whose turns come by weight beside those of others that
+        wait; 0 while seats are free, None while it is not known."""
         queued = max(0, self.live - self.seats)
         if not queued:
             return 0.0
         tokens = self.waiting_tokens * min(1.0, queued / max(1, self.all.waiting))
-        return self.rate.seconds(queued, round(tokens), self.seats)
+        seconds = self.rate.seconds(queued, round(tokens), self.seats)
+        held = self._tenants.get(tenant.name)
+        if seconds is None:
+            return None
+        if held is None:
+            return 0.0
+        weights = sum(other.weight for other in self._tenants.values() if other.waiting)
+        return seconds * min(1.0, held.waiting / max(1, self.all.waiting) * weights / held.weight)
 
-    def retry_after(self) -> int:
-        """Seconds in which what waits now is served."""
-        seconds = self.queue_seconds()
+    def retry_after(self, tenant: Tenant = ANYBODY) -> int:
+        """Seconds in which what waits now of the tenant is served."""
+        seconds = self.queue_seconds(tenant)
         return _RETRY_UNKNOWN_SECONDS if seconds is None else min(_RETRY_MAX_SECONDS, max(1, math.ceil(seconds)))
 
     def _check_share(self, count: int, tenant: Tenant) -> None:
@@ -178,13 +182,15 @@ class Admission:
         if waiting + count > free + share:
             raise self._full(
                 f"{max(0, waiting - free)} requests of this tenant wait, its share of the queue is {share}",
+                tenant,
                 "tenant_limit",
             )
 
-    def _check_seconds(self, patience: float) -> None:
-        most = min(self._queue_seconds, patience)
-        if most < math.inf and (seconds := self.queue_seconds()) is not None and seconds > most:
-            raise self._full(f"what waits takes about {seconds:.0f} s, and this request may wait {most:g} s")
+    def _check_seconds(self, tenant: Tenant, patience: float) -> None:
+        seconds = self.queue_seconds(tenant)
+        if seconds is not None and seconds > patience:
+            what = f"what waits takes about {seconds:.0f} s, and this request may wait {patience:g} s"
+            raise self._full(what, tenant)
 
     @property
     def _share(self) -> int:
@@ -193,7 +199,9 @@ class Admission:
         return min(queue, max(1, math.floor(TENANT_SHARE * queue)))
 
     def _held(self, tenant: Tenant) -> Held:
-        return self._tenants.setdefault(tenant.name, Held())
+        held = self._tenants.setdefault(tenant.name, Held())
+        held.weight = tenant.weight
+        return held
 
-    def _full(self, what: str, reason: RefusalReason = "queue_full") -> ApiError:
-        return ApiError(429, f"queue full: {what}", code=reason, reason=reason, retry_after=self.retry_after())
+    def _full(self, what: str, tenant: Tenant, reason: RefusalReason = "queue_full") -> ApiError:
+        return ApiError(429, f"queue full: {what}", code=reason, reason=reason, retry_after=self.retry_after(tenant))

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from busload_runtime.engine.messages import Ready
 from busload_runtime.server.body import read_body
+from busload_runtime.server.deadline import HEADER, deadline_of
 from busload_runtime.server.disconnect import ClientGoneError, until_disconnect
 from busload_runtime.server.edge import Trace
 from busload_runtime.server.errors import ApiError
@@ -57,7 +58,11 @@ class Endpoint(Generic[Body]):
 
 async def answer(endpoint: Endpoint[Body], service: Service, request: Request) -> Response:
     """Answers one HTTP request. Raises `ApiError` for every refusal."""
-    return await told(service, request, _Call(endpoint, service, request, request.state.trace).run())
+
+    async def work() -> Response:
+        return await _Call(endpoint, service, request, request.state.trace).run()
+
+    return await told(service, request, work())
 
 
 async def told(service: Service, request: Request, work: Awaitable[Response]) -> Response:
@@ -85,17 +90,18 @@ class _Call(Generic[Body]):
         self.trace = trace
         self.created = int(time.time())
         self.leads: list[str] = []
-        self.generation = Generation(service.engine, service.admission, service.metrics, trace)
+        self.deadline = deadline_of(request.headers.get(HEADER), trace.arrival, service.timeouts)
+        self.generation = Generation(service.engine, service.admission, service.metrics, trace, self.deadline)
 
     async def run(self) -> Response:
         # The seat comes first: a full queue refuses before the body is read, let alone tokenised.
         text, ready = self.service.loaded()
         admission, tenant = self.service.admission, self.trace.tenant
-        admission.take(1, promised=self.trace.promised, tenant=tenant)
+        admission.take(1, promised=self.trace.promised, tenant=tenant, patience=self.deadline.patience)
         seats = 1
         streaming = False
         try:
-            body = decode_request(await read_body(self.request, self.service.max_body_bytes), self.endpoint.body)
+            body = decode_request(await self._read_body(), self.endpoint.body)
             self.service.check_model(body.model)
             choices = body.num_choices()
             if choices > 1:
@@ -116,6 +122,9 @@ class _Call(Generic[Body]):
                 admission.leave(seats, tenant, waiting=seats)
             if not streaming:
                 self._close()
+
+    async def _read_body(self) -> bytes:
+        return await read_body(self.request, self.service.max_body_bytes, self.deadline.left(time.monotonic()))
 
     def _submit(self, body: Body, prompts: list[list[int]], text: PromptEncoder, ready: Ready) -> None:
         submits = submits_of(

@@ -1,6 +1,7 @@
 """Reading a request's body: bounded in size and in time."""
 
 import asyncio
+import math
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -11,13 +12,15 @@ from busload_runtime.server.errors import ApiError
 _BODY_SECONDS = 60.0
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The body. Raises `ApiError`: 413 when it is too large, before anything of it is parsed; 408 when it stalls."""
+async def read_body(request: Request, limit: int, seconds: float = math.inf) -> bytes:
+    """The body. Raises `ApiError`: 413 when it is too large, before anything of it is parsed; 408 when it
+    takes longer than `seconds`, or than any body may."""
     declared = request.headers.get("content-length", "")
     size = int(declared) if declared.isdecimal() else 0
     chunks: list[bytes] = []
+    seconds = min(max(seconds, 0.0), _BODY_SECONDS)
     try:
-        async with asyncio.timeout(_BODY_SECONDS):
+        async with asyncio.timeout(seconds):
             if size <= limit:
                 size = 0
                 async for chunk in request.stream():
@@ -27,7 +30,7 @@ async def read_body(request: Request, limit: int) -> bytes:
                     chunks.append(chunk)
     except TimeoutError:
         raise ApiError(
-            408, f"the body did not arrive within {_BODY_SECONDS:g} s", code="body_timeout", reason="invalid"
+            408, f"the body did not arrive within {seconds:.3g} s", code="body_timeout", reason="invalid"
         ) from None
     except ClientDisconnect:
         raise ClientGoneError from None

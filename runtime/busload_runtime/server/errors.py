@@ -10,7 +10,8 @@ class StartupError(Exception):
 
 
 class ApiError(Exception):
-    """An answer other than 2xx. `reason` is the label under which the refusal is counted, if it is one."""
+    """An answer other than 2xx. `reason` is the label under which the refusal is counted, if it is one; without `retry`
+    clients are told that another try is pointless."""
 
     def __init__(
         self,
@@ -21,6 +22,7 @@ class ApiError(Exception):
         code: str | None = None,
         reason: RefusalReason | None = None,
         retry_after: int | None = None,
+        retry: bool = True,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -29,18 +31,22 @@ class ApiError(Exception):
         self.code = code
         self.reason = reason
         self.retry_after = retry_after
+        self.retry = retry
 
     @property
     def type(self) -> str:
         if self.status == 429:
             return "rate_limit_error"
+        if self.status == 408:
+            return "timeout_error"
         return "invalid_request_error" if self.status < 500 else "server_error"
 
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        return headers if self.retry else headers | {"x-should-retry": "false"}
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:

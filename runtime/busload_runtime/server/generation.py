@@ -1,6 +1,7 @@
 """The sequences of one HTTP request on their way through the engine: submit, tokens to text, measure, abort."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ import msgspec
 
 from busload_runtime.engine.messages import Submit, TokenOut
 from busload_runtime.server.admission import Admission
+from busload_runtime.server.deadline import Deadline
 from busload_runtime.server.edge import Trace
 from busload_runtime.server.engine_client import EngineClient
 from busload_runtime.server.errors import ApiError
@@ -59,9 +61,12 @@ class Generation:
     admission: Admission
     metrics: Metrics
     trace: Trace
+    deadline: Deadline
     choices: list[Choice] = field(default_factory=list)
     _pieces: list[Piece] = field(default_factory=list)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _timer: asyncio.TimerHandle | None = None
+    _expired: ApiError | None = None
 
     def submit(
         self,
@@ -85,11 +90,12 @@ class Generation:
             self.metrics.prompt_length.observe(choice.prompt_tokens)
         for choice, submit in zip(self.choices, submits, strict=True):
             self.engine.submit(submit, partial(self._on_token, choice))
+        self._watch()
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
         """Pieces of all choices as they come, those that wait already together, until each choice has ended.
 
-        Raises `ApiError` when the engine failed one, behind the pieces that came before.
+        Raises `ApiError` when the engine failed one or time is over, behind the pieces that came before.
         """
         open_choices = len(self.choices)
         while open_choices:
@@ -107,18 +113,42 @@ class Generation:
 
     def close(self) -> None:
         """Aborts what has not ended."""
-        for choice in self.choices:
-            if choice.finish_reason is None:
-                self.engine.abort(choice.request_id)
-                self._end(choice, "abort")
+        if self._timer is not None:
+            self._timer.cancel()
+        for choice in self._open():
+            self.engine.abort(choice.request_id)
+            self._end(choice, "abort")
 
     @property
     def output_tokens(self) -> int:
         return sum(choice.output_tokens for choice in self.choices)
 
+    def _open(self) -> list[Choice]:
+        return [choice for choice in self.choices if choice.finish_reason is None]
+
+    def _watch(self) -> None:
+        """Looks at the clock when the time may be over, which tokens that came meanwhile put off."""
+        choices = self._open()
+        if not choices:
+            return
+        now = time.monotonic()
+        waits = any(choice.waits for choice in choices)
+        oldest = min((choice.last_token_at for choice in choices if not choice.waits), default=math.inf)
+        due = self.deadline.due(waits, oldest)
+        if due > now:
+            self._timer = asyncio.get_running_loop().call_later(due - now, self._watch)
+            return
+        self._expired = self.deadline.error(now, waits, self.admission.retry_after(self.trace.tenant))
+        for choice in choices:
+            self.engine.abort(choice.request_id)
+            self._end(choice, "timeout")
+            self._tell(Piece(choice.index, "", "error", self._expired.message))
+
     def _failure(self, piece: Piece) -> ApiError:
         """An engine that lives and gave no token has refused: the limits changed while the request was on its way."""
         assert piece.error is not None
+        if self._expired is not None:
+            return self._expired
         if self.engine.alive and not self.output_tokens:
             return ApiError(400, piece.error, code="context_length_exceeded")
         return ApiError(500, piece.error, code="engine_error")

@@ -100,7 +100,12 @@ class _Serve:
         admission = Admission(self._limits)
         client = EngineClient(socket_path, options.engine_timeout, lambda stats: service.on_stats(stats))
         service = Service(
-            options.served_model_name, metrics, admission, client, tenant_header=options.tenant_header.lower()
+            options.served_model_name,
+            metrics,
+            admission,
+            client,
+            timeouts=options.timeouts,
+            tenant_header=options.tenant_header,
         )
         self._handle_signals(service)
         client.start()

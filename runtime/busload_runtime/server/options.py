@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from busload_runtime.contract import Limits, LimitsDocument, LimitsError, parse_limits
+from busload_runtime.server.deadline import MAX_SECONDS, Timeouts
 from busload_runtime.server.errors import StartupError
 from busload_runtime.server.limits_file import parse_limits_file, read_limits
 
@@ -26,6 +27,7 @@ class ServeOptions:
     limits: Limits
     drain_seconds: float
     engine_timeout: float
+    timeouts: Timeouts
     tenant_header: str
 
     def check(self) -> None:
@@ -46,6 +48,12 @@ class ServeOptions:
                 "--tenant-header must be a header's name of letters, digits and hyphens (empty: no header counts), "
                 f"got {self.tenant_header!r:.80}"
             )
+        for name in ("queue", "request", "token"):
+            if not 0 < getattr(self.timeouts, name) <= MAX_SECONDS:
+                raise StartupError(
+                    f"--{name}-timeout must be above 0 and at most {MAX_SECONDS:.0f} seconds, "
+                    f"got {getattr(self.timeouts, name):g}"
+                )
         if not 1 <= self.engine_timeout < math.inf:
             raise StartupError(f"--engine-timeout must be 1 or more seconds, got {self.engine_timeout:g}")
 

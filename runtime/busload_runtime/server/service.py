@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from busload_runtime.contract import Limits, Pace
 from busload_runtime.engine.messages import Ready, Stats
 from busload_runtime.server.admission import Admission
+from busload_runtime.server.deadline import Timeouts
 from busload_runtime.server.engine_client import EngineClient
 from busload_runtime.server.errors import ApiError
 from busload_runtime.server.metrics import Metrics
@@ -25,6 +26,7 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     text: PromptEncoder | None = None
     ready: Ready | None = None
+    timeouts: Timeouts = field(default_factory=Timeouts)
     tenant_header: str = ""
     """Name of the header that tells tenants apart; empty: none does."""
     quiescing: bool = False

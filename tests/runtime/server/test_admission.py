@@ -97,12 +97,15 @@ def test_retry_after_is_the_time_that_the_queue_takes(admission: Admission) -> N
 
 
 def test_a_queue_that_is_too_long_in_time_refuses_who_would_not_wait(clock: Clock) -> None:
-    admission = Admission(dataclasses.replace(LIMITS, max_queued_requests=20), clock, queue_seconds=30)
-    admission.take(14)
+    admission = Admission(dataclasses.replace(LIMITS, max_queued_requests=20), clock)
+    admission.take(15)
     admission.rate.finished(10, 100)
-    admission.take(1)
+    admission.take(1, patience=1)
+    admission.leave(1, waiting=1)
     admission.rate.law = StepLaw(a=0.1, b=0.01, c=0.0, d=0.0)  # 3.5 s for each of 11
-    error = refusal(admission)
+    with pytest.raises(ApiError) as caught:
+        admission.take(1, patience=30)
+    error = caught.value
     assert (error.status, error.code, error.retry_after) == (429, "queue_full", 39)
     assert "39 s, and this request may wait 30 s" in error.message
     admission.leave(8)

@@ -1,5 +1,6 @@
 """A generation on an engine that the test plays."""
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ from busload_runtime.contract import OBJECTIVES, Limits, Pace
 from busload_runtime.engine.messages import Submit, TokenOut
 from busload_runtime.server import generation as generation_module
 from busload_runtime.server.admission import Admission
+from busload_runtime.server.deadline import Deadline, Timeouts
 from busload_runtime.server.edge import Trace
 from busload_runtime.server.errors import ApiError
 from busload_runtime.server.generation import Generation, Piece
@@ -36,7 +38,7 @@ class PlayedEngine:
 def begin(choices: int) -> tuple[PlayedEngine, Generation]:
     engine, admission = PlayedEngine(), Admission(Limits(2048, 4, 90, 512, 2, 100))
     admission.take(choices)
-    generation = Generation(engine, admission, Metrics("m"), Trace("id", 0.0))  # type: ignore[arg-type]
+    generation = Generation(engine, admission, Metrics("m"), Trace("id", 0.0), Deadline(Timeouts(), time.monotonic()))  # type: ignore[arg-type]
     generation.submit(
         [Submit(n, [1], 9) for n in range(choices)], lambda: TextStream(lambda token: bytes([token]), ("END",))
     )

@@ -1,4 +1,5 @@
 import re
+import time
 
 import pytest
 from live_server import LiveServer, eventually
@@ -7,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from busload_runtime.contract import METRICS, Limits
 from busload_runtime.engine.messages import Submit
 from busload_runtime.server.admission import Admission
+from busload_runtime.server.deadline import Deadline, Timeouts
 from busload_runtime.server.edge import Trace
 from busload_runtime.server.errors import ApiError
 from busload_runtime.server.generation import Generation
@@ -75,7 +77,8 @@ def test_what_fails_on_the_way_to_the_engine_counts_as_often_arrived_as_finished
         def abort(self, request_id: int) -> None: ...
 
     metrics, admission = Metrics("tiny"), Admission(Limits(2048, 4, 90, 512, 2, 100))
-    generation = Generation(BrokenEngine(), admission, metrics, Trace("id", 0.0))  # type: ignore[arg-type]
+    deadline = Deadline(Timeouts(), time.monotonic())
+    generation = Generation(BrokenEngine(), admission, metrics, Trace("id", 0.0), deadline)  # type: ignore[arg-type]
     admission.take(3)
     with pytest.raises(ApiError):
         generation.submit([Submit(n, [1], 1) for n in range(3)], lambda: TextStream(lambda token: b""))
