@@ -27,14 +27,20 @@ demo-down: ## Removes all that `make demo` brought up
 setup: ## Virtual environment with everything the tests need
 	@$(PYTHON) -m e2e.setup test
 
-.PHONY: test test-unit test-contract e2e lint
-test: lint test-unit e2e ## Everything: lint, types, unit tests, end-to-end on the embedded cluster
+.PHONY: test test-unit test-contract soak soak-short e2e lint
+test: lint test-unit soak-short e2e ## Everything: lint, types, unit tests, a minute of soak, end-to-end tests
 test-unit: setup ## Unit and property tests (no cluster)
 	$(PY) -m pytest tests
 test-contract: setup ## What a client may rely on, against a live server
 	$(PY) -m pytest tests/contract
 e2e: setup ## End-to-end tests on the embedded cluster (root, Go)
 	$(PY) -m pytest e2e
+soak soak-short: setup
+soak: MINUTES ?= 10
+soak-short: MINUTES = 1
+soak: ## All that clients do to a server at once, for MINUTES=10, drawn from SEED=1; what is left behind
+soak soak-short:
+	$(PY) -m e2e.soak --minutes $(MINUTES) --seed $(or $(SEED),1) --output e2e/out/soak.json
 lint: setup ## ruff, and mypy with strict types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .

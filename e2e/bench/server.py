@@ -16,7 +16,7 @@ MODEL = "smollm2-135m-instruct"
 _START_SECONDS = 180.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class BusloadServer:
     """A running server. `url` ends with /v1."""
 
@@ -25,6 +25,8 @@ class BusloadServer:
     pid: int
     started_in: float
     """Seconds from the start of the process until it said that it is ready, which takes a first token."""
+    exit_code: int | None = None
+    """None while it runs."""
 
     def processes(self) -> dict[str, int]:
         """Process ids: of the HTTP process and of the engine, its child."""
@@ -48,14 +50,21 @@ def serve(*flags: str, model: str = f"bundled:{MODEL}", executor: str = "cpu") -
         )
         try:
             url = _wait_for_url(process, log.fileno())
-            yield BusloadServer(url, MODEL, process.pid, time.monotonic() - begin)
+            server = BusloadServer(url, MODEL, process.pid, time.monotonic() - begin)
+            yield server
+            server.exit_code = _end(process)
         finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """Its exit code after a SIGTERM, or a SIGKILL if that does not help."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        return process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 def _wait_for_url(process: subprocess.Popen[bytes], log: int) -> str:
