@@ -232,7 +232,7 @@ class Metric:
 
 _SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-REFUSAL_REASONS = ("invalid", "too_long", "queue_full", "tenant_limit", "draining")
+REFUSAL_REASONS = ("invalid", "too_long", "queue_full", "tenant_limit", "unauthorized", "draining")
 FINISH_REASONS = ("stop", "length", "abort", "timeout", "error")
 OBJECTIVES = ("time_to_first_token", "inter_token_latency")
 COEFFICIENTS = tuple(field.name for field in fields(StepLaw))
@@ -291,6 +291,15 @@ METRICS: tuple[Metric, ...] = (
     # Limits.
     Metric("busload_limits_generation", "gauge", "Generation of the limits document that is applied."),
     Metric("busload_limits_errors_total", "counter", "Limits documents refused (malformed or impossible)."),
+    Metric(
+        "busload_tenant_tokens_total",
+        "counter",
+        "Prompt and output tokens of ended requests, by the name of their API key; other: without one, or past the "
+        "first hundred names.",
+        ("tenant",),
+    ),
+    Metric("busload_api_keys", "gauge", "API keys in force; 0: none is asked for."),
+    Metric("busload_api_keys_errors_total", "counter", "Contents of the API keys file that were refused."),
     Metric("busload_limit_max_sequence_length", "gauge", "Applied maxSequenceLength."),
     Metric("busload_limit_batch_size", "gauge", "Applied batchSize."),
     Metric("busload_limit_kv_cache_percent", "gauge", "Applied kvCachePercent."),

@@ -97,12 +97,22 @@ def command(
         float,
         typer.Option(rich_help_panel=_TIMES, help="Seconds from one token to the next; then as above."),
     ] = 120.0,
+    api_keys_file: Annotated[
+        Path | None,
+        typer.Option(
+            rich_help_panel=_TENANTS,
+            help="File with a line NAME:SHA256 or NAME:SHA256:WEIGHT for each key, watched. Requests then need a key, "
+            "/health and /metrics do not, and the key's name is the tenant.",
+            show_default="no key is needed",
+        ),
+    ] = None,
     tenant_header: Annotated[
         str,
         typer.Option(
             rich_help_panel=_TENANTS,
             help="Header that names the tenant of a request; set by a gateway that drops what clients put there. "
-            "Tenants take turns by tokens, fill at most half the queue each and share no cached prefix. Empty: none.",
+            "Tenants take turns by tokens, fill at most half the queue each and share no cached prefix. Empty: none. "
+            "With API keys it does not count.",
         ),
     ] = "X-Busload-Tenant",
     drain_seconds: Annotated[
@@ -154,6 +164,7 @@ def command(
         drain_seconds=drain_seconds,
         engine_timeout=engine_timeout,
         timeouts=Timeouts(queue=queue_timeout, request=request_timeout, token=token_timeout),
+        api_keys_file=api_keys_file,
         tenant_header=tenant_header,
     )
     raise typer.Exit(serve(options))

@@ -85,13 +85,9 @@ def _model(service: Service) -> dict[str, object]:
     }
 
 
-def _respond(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body(), status_code=error.status, headers=error.headers())
-
-
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return _respond(error)
+    return error.response()
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -99,29 +95,25 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     path, method = request.url.path[:200], request.method
     if error.status_code == 404 and path.startswith(_OTHER_APIS):
         # Not 501: clients take that for a fault that passes, and try again.
-        return _respond(
-            ApiError(
-                404,
-                f"this server has no {path}: it generates text, with /v1/chat/completions and /v1/completions; "
-                "/openapi.json describes all it has",
-                code="unsupported_endpoint",
-            )
-        )
+        return ApiError(
+            404,
+            f"this server has no {path}: it generates text, with /v1/chat/completions and /v1/completions; "
+            "/openapi.json describes all it has",
+            code="unsupported_endpoint",
+        ).response()
     if error.status_code == 404:
-        return _respond(
-            ApiError(
-                404,
-                f"there is no {method} {path}; /openapi.json describes all there is",
-                code="not_found",
-            )
-        )
+        return ApiError(
+            404,
+            f"there is no {method} {path}; /openapi.json describes all there is",
+            code="not_found",
+        ).response()
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
-        response = _respond(ApiError(405, f"{path} takes {allowed}, not {method}", code="method_not_allowed"))
+        response = ApiError(405, f"{path} takes {allowed}, not {method}", code="method_not_allowed").response()
         response.headers["allow"] = allowed
         return response
-    return _respond(ApiError(error.status_code, str(error.detail)))
+    return ApiError(error.status_code, str(error.detail)).response()
 
 
 async def _on_crash(request: Request, error: Exception) -> Response:
-    return _respond(ApiError(500, "the server failed on this request; its log says why", code="internal_error"))
+    return ApiError(500, "the server failed on this request; its log says why", code="internal_error").response()

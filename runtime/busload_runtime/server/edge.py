@@ -10,6 +10,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from busload_runtime.server.connection import EXTENSION, HttpConnection
+from busload_runtime.server.errors import ApiError
 from busload_runtime.server.log import write_line
 from busload_runtime.server.service import Service
 from busload_runtime.server.tenants import ANYBODY, Tenant, tenant_of_header
@@ -50,7 +51,6 @@ class Edge:
         scope.setdefault("state", {})["trace"] = trace
         connection: HttpConnection | None = scope.get("extensions", {}).get(EXTENSION, {}).get("connection")
         trace.promised = connection is not None and connection.promised
-        trace.tenant = self._tenant(scope)
         status = 0
 
         async def send_marked(message: Message) -> None:
@@ -67,16 +67,29 @@ class Edge:
 
         self._service.open_responses += 1
         try:
+            trace.tenant = self._tenant(scope)
             await self._app(scope, receive, send_marked)
+        except ApiError as error:  # of this layer; the app answers its own
+            trace.reason = error.code
+            self._service.metrics.refused(error.reason or "invalid")
+            await error.response()(scope, receive, send_marked)
         finally:
             self._service.open_responses -= 1
             if status not in (200, 503) or not scope["path"].startswith(_QUIET_PATHS):
                 log_request(scope, status, trace)
 
     def _tenant(self, scope: Scope) -> Tenant:
-        header = self._service.tenant_header
-        name = Headers(scope=scope).get(header) if header else None
-        return tenant_of_header(name) if name else ANYBODY
+        """Whose request it is. Raises `ApiError` 401 where a key is needed and missing."""
+        headers, keys, name = Headers(scope=scope), self._service.keys, self._service.tenant_header
+        if keys is not None:
+            return ANYBODY if _is_open(scope["path"]) else keys.owner(headers.get("authorization"))
+        value = headers.get(name) if name else None
+        return tenant_of_header(value) if value else ANYBODY
+
+
+def _is_open(path: str) -> bool:
+    """Probes and scrapers come without a key, from inside the cluster, and see no text."""
+    return path == "/metrics" or path.startswith("/health/")
 
 
 def log_request(scope: Scope, status: int, trace: Trace) -> None:

@@ -2,7 +2,9 @@
 
 from typing import Any, Literal
 
-RefusalReason = Literal["invalid", "too_long", "queue_full", "tenant_limit", "draining"]
+from starlette.responses import JSONResponse
+
+RefusalReason = Literal["invalid", "too_long", "queue_full", "tenant_limit", "unauthorized", "draining"]
 
 
 class StartupError(Exception):
@@ -46,7 +48,12 @@ class ApiError(Exception):
 
     def headers(self) -> dict[str, str]:
         headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
         return headers if self.retry else headers | {"x-should-retry": "false"}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), status_code=self.status, headers=self.headers())
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -222,6 +222,7 @@ class Generation:
     def _measure_finished(self, choice: Choice) -> None:
         metrics, prompt, output = self.metrics, choice.prompt_tokens, choice.output_tokens
         metrics.output_length.observe(output)
+        metrics.served(self.trace.tenant.label, prompt + output)
         metrics.finished_prompt_tokens.inc(prompt)
         metrics.finished_kv_token_steps.inc(output * (prompt + output / 2))
         if output > 1:

@@ -24,6 +24,8 @@ from busload_runtime.engine.wire import MAX_PATH_BYTES
 from busload_runtime.model.errors import ModelError
 from busload_runtime.model.load import load_text_model
 from busload_runtime.server.admission import Admission
+from busload_runtime.server.api_keys import ApiKeys
+from busload_runtime.server.api_keys_watch import ApiKeysWatch, first_keys
 from busload_runtime.server.app import build_app
 from busload_runtime.server.connection import KEEP_ALIVE_SECONDS, HttpConnection
 from busload_runtime.server.engine_client import EngineClient
@@ -53,10 +55,11 @@ def serve(options: ServeOptions) -> int:
     try:
         options.check()
         document = options.first_document()
+        keys = None if options.api_keys_file is None else first_keys(options.api_keys_file)
         listener = _listen(options.host, options.port)
         _allow_many_connections()
         with contextlib.closing(listener), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_Serve(options, document, listener).run())
+            return runner.run(_Serve(options, document, keys, listener).run())
     except StartupError as error:
         say(str(error))
         return EXIT_USAGE
@@ -70,8 +73,11 @@ def say(text: str) -> None:
 class _Serve:
     """One run. The engine process is a child; it ends when this process closes the socket, or dies."""
 
-    def __init__(self, options: ServeOptions, document: LimitsDocument, listener: socket.socket) -> None:
+    def __init__(
+        self, options: ServeOptions, document: LimitsDocument, keys: ApiKeys | None, listener: socket.socket
+    ) -> None:
         self._options = options
+        self._keys = keys
         self._document = document
         self._limits = document.for_pod(options.pod_name)
         self._listener = listener
@@ -107,6 +113,9 @@ class _Serve:
             timeouts=options.timeouts,
             tenant_header=options.tenant_header,
         )
+        if self._keys is not None and options.api_keys_file is not None:
+            service.on_keys(self._keys)
+            self._spawn(ApiKeysWatch(options.api_keys_file, service).run())
         self._handle_signals(service)
         client.start()
         server = _Server(uvicorn.Config(build_app(service), **_UVICORN))

@@ -53,6 +53,8 @@ _FROM_LIMITS: dict[str, str] = {
     "busload_limit_queued_requests": "max_queued_requests",
     "busload_limit_queued_tokens": "max_queued_tokens",
 }
+_OTHER_TENANTS = "other"
+_MAX_TENANTS = 100
 _BY_NAME = {metric.name: metric for metric in METRICS}
 
 
@@ -77,9 +79,15 @@ class Metrics(Collector):
         judged, missed = (self._counter(f"busload_objective_{what}_total") for what in ("requests", "misses"))
         self._judged = {objective: judged.labels(objective) for objective in OBJECTIVES}
         self._missed = {objective: missed.labels(objective) for objective in OBJECTIVES}
+        self.api_keys = 0
+        """Keys in force."""
+        self.api_keys_errors = self._counter("busload_api_keys_errors_total")
         self.limits_errors = self._counter("busload_limits_errors_total")
         self._refused = self._counter("busload_requests_refused_total")
         self._finished = self._counter("busload_requests_finished_total")
+        self._tenant_tokens = self._counter("busload_tenant_tokens_total")
+        self._tenants = {_OTHER_TENANTS}
+        self._tenant_tokens.labels(_OTHER_TENANTS)
         for reason in REFUSAL_REASONS:
             self._refused.labels(reason)
         for reason in FINISH_REASONS:
@@ -105,6 +113,17 @@ class Metrics(Collector):
     def finished(self, reason: str) -> None:
         """Counts an ended request; `reason` is one of `FINISH_REASONS`."""
         self._finished.labels(reason).inc()
+
+    def name_tenants(self, names: Iterable[str]) -> None:
+        """Gives these tenants a series of their own, as far as there is room. Never names that a client chose."""
+        for name in sorted(names):
+            if len(self._tenants) <= _MAX_TENANTS and name not in self._tenants:
+                self._tenants.add(name)
+                self._tenant_tokens.labels(name)
+
+    def served(self, tenant: str, tokens: int) -> None:
+        """Counts the tokens of an ended request."""
+        self._tenant_tokens.labels(tenant if tenant in self._tenants else _OTHER_TENANTS).inc(tokens)
 
     def judge(self, objective: str, seconds: float) -> None:
         """Counts a request by one of `OBJECTIVES`; without effect while that one is not known."""
@@ -155,6 +174,7 @@ class Metrics(Collector):
                 self._bandwidth.share(stats, _field(ready, "copy_bandwidth")),
             ),
             "busload_limits_generation": ((), self.generation),
+            "busload_api_keys": ((), self.api_keys),
             "busload_probed_batch": ((), _field(ready, "probed_batch")),
         }
 

@@ -28,6 +28,7 @@ class ServeOptions:
     drain_seconds: float
     engine_timeout: float
     timeouts: Timeouts
+    api_keys_file: Path | None
     tenant_header: str
 
     def check(self) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from busload_runtime.contract import Limits, Pace
 from busload_runtime.engine.messages import Ready, Stats
 from busload_runtime.server.admission import Admission
+from busload_runtime.server.api_keys import ApiKeys
 from busload_runtime.server.deadline import Timeouts
 from busload_runtime.server.engine_client import EngineClient
 from busload_runtime.server.errors import ApiError
@@ -27,6 +28,8 @@ class Service:
     text: PromptEncoder | None = None
     ready: Ready | None = None
     timeouts: Timeouts = field(default_factory=Timeouts)
+    keys: ApiKeys | None = None
+    """API keys in force; None: everybody is welcome."""
     tenant_header: str = ""
     """Name of the header that tells tenants apart; empty: none does."""
     quiescing: bool = False
@@ -55,6 +58,12 @@ class Service:
         self.admission.rate.law = pace.law
         self.metrics.limits = limits
         self.metrics.generation = generation
+
+    def on_keys(self, keys: ApiKeys) -> None:
+        """Requests need one of these keys from now on."""
+        self.keys = keys
+        self.metrics.api_keys = len(keys.entries)
+        self.metrics.name_tenants(tenant.label for _, tenant in keys.entries)
 
     def on_stats(self, stats: Stats) -> None:
         self.metrics.observe(stats)
