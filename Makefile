@@ -46,11 +46,13 @@ lint: setup ## ruff, and mypy with strict types
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-.PHONY: bench bench-peers bench-serving
+.PHONY: bench bench-peers bench-serving bench-connections
 bench: setup ## Continuous against static batching, side by side
 	$(PY) -m e2e.bench.static_batching --executor cpu --repeats 3
 bench-peers: setup ## This server against llama.cpp and OpenVINO GenAI (root; installs them, 15 minutes, idle machine)
 	$(PY) -m e2e.bench.peers
+bench-connections: setup ## 1,000 connections, 500 streams against one server: who is answered, memory, scrape time
+	$(PY) -m e2e.bench.connections
 bench-serving: setup ## Start, shared prefix, memory, idle CPU and steps, each beside its bar (3 minutes, idle machine)
 	$(PY) -m e2e.bench.serving
 

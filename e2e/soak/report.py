@@ -43,8 +43,8 @@ def summarise(run: Run, watch: Watch) -> dict[str, Any]:
             "under_load": _gaps([gap for outcome in run.outcomes for gap in outcome.gaps]),
             "undisturbed": _gaps(run.calm_gaps),
         },
-        "health_seconds": _spread(watch.health_seconds),
-        "scrape_seconds": _spread(watch.scrape_seconds) | {"bytes": watch.scrape_bytes},
+        "health_seconds": spread(watch.health_seconds),
+        "scrape_seconds": spread(watch.scrape_seconds) | {"bytes": watch.scrape_bytes},
         "memory_mib": _memory(watch),
         "open_files": {name: (watch.samples[0].files[name], watch.samples[-1].files[name]) for name in watch.processes},
         "exit_code": run.exit_code,
@@ -104,7 +104,8 @@ def _engine(idle: dict[str, float]) -> dict[str, int]:
     return {name: int(idle.get(series, 0)) for name, series in counters.items()}
 
 
-def _spread(values: list[float]) -> dict[str, float]:
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, 99th percentile and maximum; 0 for no values."""
     ordered = sorted(values) or [0.0]
     return {
         "median": statistics.median(ordered),
@@ -116,8 +117,8 @@ def _spread(values: list[float]) -> dict[str, float]:
 def _gaps(values: list[float]) -> dict[str, float]:
     if not values:
         return {}
-    spread = _spread(values)
-    return spread | {"max_over_median": spread["max"] / spread["median"] if spread["median"] else 0.0}
+    gaps = spread(values)
+    return gaps | {"max_over_median": gaps["max"] / gaps["median"] if gaps["median"] else 0.0}
 
 
 def _memory(watch: Watch) -> dict[str, dict[str, float]]:
