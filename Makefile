@@ -31,8 +31,9 @@ setup: ## Virtual environment with everything the tests need
 test: lint test-unit soak-short e2e ## Everything: lint, types, unit tests, a minute of soak, end-to-end tests
 test-unit: setup ## Unit and property tests (no cluster)
 	$(PY) -m pytest tests
-test-contract: setup ## What a client may rely on, against a live server
+test-contract: setup ## What a client may rely on, against live servers; public suites (7 minutes)
 	$(PY) -m pytest tests/contract
+	$(PY) -m e2e.contract
 e2e: setup ## End-to-end tests on the embedded cluster (root, Go)
 	$(PY) -m pytest e2e
 soak soak-short: setup
