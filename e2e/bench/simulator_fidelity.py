@@ -31,7 +31,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from busload_operator.simulate.hardware import HARDWARE, Hardware, StepLaw
+from busload_operator.simulate.hardware import HARDWARE, Hardware
 from busload_operator.simulate.policy import Static
 from busload_operator.simulate.run import Setup, simulate
 from busload_operator.simulate.workload import Arrival, Lengths, flat
@@ -42,7 +42,7 @@ from busload_runtime.bench.client import Client, Request, Target
 from busload_runtime.bench.loops import Ending, closed_loop, open_loop
 from busload_runtime.bench.outcome import Outcome
 from busload_runtime.bench.prompts import PromptMaker
-from busload_runtime.contract import Limits
+from busload_runtime.contract import Limits, StepLaw
 from e2e.bench.server import BusloadServer, serve
 
 MIXES = {"chat": (100, 60), "long prompts": (400, 30)}

@@ -67,12 +67,18 @@ _RANGES: dict[str, tuple[int, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class StepLaw:
-    """Time of a step in seconds: `a + b*decoding requests + c*KV tokens read + d*prompt tokens computed`."""
+    """Time of a step in seconds: `a + b*decoding requests + c*KV tokens read + d*prompt tokens computed`.
+
+    The three are the engine's own sums of one step; a chunk of a prompt reads its sequence up to its own end.
+    """
 
     a: float
     b: float
     c: float
     d: float
+
+    def seconds(self, batch: int, kv_tokens: int, prefill_tokens: int) -> float:
+        return self.a + self.b * batch + self.c * kv_tokens + self.d * prefill_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +238,9 @@ class Metric:
 
 _SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+SEQUENCE_LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+"""Bounds of the histogram of whole lengths: what the operator can count requests above, and so move
+`maxSequenceLength` to."""
 REFUSAL_REASONS = ("invalid", "too_long", "queue_full", "tenant_limit", "unauthorized", "draining")
 FINISH_REASONS = ("stop", "length", "abort", "timeout", "error")
 OBJECTIVES = ("time_to_first_token", "inter_token_latency")
@@ -328,7 +337,19 @@ METRICS: tuple[Metric, ...] = (
     Metric("busload_queue_wait_seconds", "histogram", "Arrival to first time in the batch.", (), _SECONDS),
     Metric("busload_prompt_length_tokens", "histogram", "Prompt lengths of admitted requests.", (), _TOKENS),
     Metric("busload_output_length_tokens", "histogram", "Output lengths of finished requests.", (), _TOKENS),
-    # Of the requests of that histogram, whose sum is their output tokens D; P is their prompt tokens.
+    Metric(
+        "busload_sequence_length_tokens",
+        "histogram",
+        "Prompt and output tokens together of finished requests.",
+        (),
+        SEQUENCE_LENGTHS,
+    ),
+    Metric(
+        "busload_answers_cut_total",
+        "counter",
+        "Answers that ended at maxSequenceLength although the client allowed more tokens.",
+    ),
+    # Of the requests of both histograms: D is their output tokens, P their prompt tokens.
     Metric("busload_finished_prompt_tokens_total", "counter", "Prompt tokens of finished requests."),
     Metric(
         "busload_finished_kv_token_steps_total",

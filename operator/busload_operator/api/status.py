@@ -88,6 +88,22 @@ class Tuned(Model):
     """Replicas that should run."""
 
 
+class Trial(Model):
+    """A change that one pod tries alone; the others get it when it is no worse there."""
+
+    pod: Annotated[str, Field(max_length=253)]
+    decision: Count | None = None
+    """The id of the decision."""
+
+
+class Diagnosis(Model):
+    """What limits the service, once it has lasted, with the numbers that said so then."""
+
+    bottleneck: Word
+    since: Time
+    evidence: Message
+
+
 class Law(Model):
     """The fitted law of one step's time, in seconds."""
 
@@ -190,8 +206,12 @@ class Status(Model):
     bottleneck: Word | None = None
     """What limits the service: Idle, UnderBatched, SlotBound, KVBound, PrefillBound, DecodeBound, Saturated, Starting
     or Stale (no fresh observations)."""
+    diagnosis: Diagnosis | None = None
+    """The newest bottleneck that lasted for ten seconds."""
     observed: Observed | None = None
     tuned: Tuned | None = None
+    trial: Trial | None = None
+    """Only while a change is on trial in one pod alone."""
     law: Law | None = None
     decisions: Annotated[tuple[Decision, ...], Field(max_length=10)] = ()
     """The last decisions, newest first."""

@@ -16,6 +16,8 @@ from busload_operator.control.logs import about
 log = logging.getLogger(__name__)
 _COMPONENT = "busload-operator"
 _REMEMBERED = 2000
+DISARMED = "Disarmed"
+"""Reason of the condition Tuning while the step law is wrong."""
 
 
 class Recorder:
@@ -61,9 +63,13 @@ class Recorder:
             log.warning("event %s not written: %s", reason, error, extra=about(metadata["namespace"], metadata["name"]))
 
 
-def transitions(old: Object, new: Object) -> list[tuple[Literal["Normal", "Warning"], str, str]]:
-    """(type, reason, message) of what changed from one status to the next: conditions that flipped, new decisions."""
-    found: list[tuple[Literal["Normal", "Warning"], str, str]] = []
+Event = tuple[Literal["Normal", "Warning"], str, str]
+
+
+def transitions(old: Object, new: Object) -> list[Event]:
+    """(type, reason, message) of what changed from one status to the next: conditions that flipped, the bottleneck,
+    new decisions, and what became of those on trial."""
+    found: list[Event] = []
     before = {item["type"]: item for item in old.get("conditions") or []}
     for item in new.get("conditions") or []:
         if item["type"] not in ("Ready", "Stalled", "Feasible"):
@@ -78,11 +84,45 @@ def transitions(old: Object, new: Object) -> list[tuple[Literal["Normal", "Warni
         told_by_stalled = item["type"] == "Ready" and _stalled(new)
         if not expected and not told_by_stalled:
             found.append(("Normal" if good else "Warning", item["reason"], item["message"]))
-    known_ids = {entry["id"] for entry in old.get("decisions") or []}
+    found += _armed(before.get("Tuning", {}), {item["type"]: item for item in new.get("conditions") or []})
+    limit = new.get("diagnosis") or {}
+    if limit and limit["bottleneck"] != (old.get("diagnosis") or {}).get("bottleneck"):
+        found.append(
+            ("Warning" if limit["bottleneck"] == "Stale" else "Normal", limit["bottleneck"], limit["evidence"])
+        )
+    return found + _decided(old, new)
+
+
+def _armed(before: Object, conditions: Object) -> list[Event]:
+    """Whether the step law has become unusable, or is used again."""
+    now = conditions.get("Tuning", {})
+    was, is_ = before.get("reason") == DISARMED, now.get("reason") == DISARMED
+    if is_ and not was:
+        return [("Warning", DISARMED, now["message"])]
+    if was and now.get("reason") in ("Observing", "Holding", "Recommending"):
+        return [("Normal", "Rearmed", "The step law fits again, or is being learned anew; the tuner acts again.")]
+    return []
+
+
+def _decided(old: Object, new: Object) -> list[Event]:
+    """New decisions, those that passed their trial in one pod, and those that were put back."""
+    found: list[Event] = []
+    known = {entry["id"]: _verdict(entry) for entry in old.get("decisions") or []}
+    tried = (old.get("trial") or {}).get("decision") if not new.get("trial") else None
     for entry in reversed(new.get("decisions") or []):
-        if entry["id"] not in known_ids:
+        verdict, what = _verdict(entry), f"{entry['knob']} {entry['from']} -> {entry['to']}"
+        if entry["id"] not in known:
             found.append(("Normal", entry["reason"], entry["message"]))
+        elif known[entry["id"]] != verdict == "RolledBack":
+            found.append(("Warning", verdict, f"{what}: {entry['outcome'].get('message', '')}"))
+        elif entry["id"] == tried and verdict == "Pending":
+            pod = old["trial"]["pod"]
+            found.append(("Normal", "TrialPassed", f"{what} did no worse on pod {pod} alone: all pods get it."))
     return found
+
+
+def _verdict(entry: Object) -> str:
+    return str((entry.get("outcome") or {}).get("verdict", ""))
 
 
 def _stalled(status: Object) -> bool:

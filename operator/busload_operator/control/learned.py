@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from busload_operator.control.apply import wrote
 from busload_operator.control.kinds import Object
@@ -27,6 +28,11 @@ class Remembered:
     def learned(self) -> Learned:
         """Of the service as its spec is now."""
         return self.memory.of(self.identity) or Learned()
+
+    def keep_length(self, max_sequence_length: int | None) -> None:
+        """What a decision has made the longest sequence, at once; None: the bound, whatever it becomes."""
+        learned = replace(self.learned, max_sequence_length=max_sequence_length)
+        self.memory, self._changed_at = self.memory.with_(self.identity, learned), self._clock()
 
     def update(self, state: State, kv_cache_percent: int, news: bool) -> None:
         """After a step. `news`: a decision's outcome became known in it."""

@@ -116,6 +116,8 @@ class Observer:
         hold = tuner.result.hold if tuner.result else None
         return {
             "findings": status.findings(tuner, {}),
+            "diagnosis": tuner.diagnosis,
+            "disarmed": tuner.result is not None and tuner.result.disarmed is not None,
             "failure": tuner.failure,
             "hold": hold,
             "decisions": tuner.decisions,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 
 from busload_operator.control.kinds import Object
-from busload_operator.tuning.types import Decision, Law, Observed, Prediction
+from busload_operator.tuning.types import Bottleneck, Decision, Law, Observed, Prediction
 
 MAX_DECISIONS = 10
 MAX_MESSAGE = 1024
@@ -116,6 +116,12 @@ def outcome(made: Decision, wall: Wall) -> Object:
 def _window(span: tuple[float, float], wall: Wall) -> Object:
     start, end = (wall(at).isoformat(timespec="milliseconds").replace("+00:00", "Z") for at in span)
     return {"from": start, "to": end}
+
+
+def diagnosis(bottleneck: Bottleneck, evidence: str, since: float, wall: Wall) -> Object:
+    """`status.diagnosis`."""
+    at = wall(since).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {"bottleneck": bottleneck.value, "since": at, "evidence": evidence[:MAX_MESSAGE]}
 
 
 def newest(decisions: Sequence[Object]) -> list[Object]:

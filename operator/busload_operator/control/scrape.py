@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from busload_operator.control import metrics
 from busload_operator.resources.service import PORT
-from busload_operator.tuning.counters import OPTIONAL_SAMPLES, PROBED_BATCH, PROBED_LAW, SAMPLES
+from busload_operator.tuning.counters import LENGTH_SAMPLES, OPTIONAL_SAMPLES, PROBED_BATCH, PROBED_LAW, SAMPLES
 from busload_operator.tuning.feasible import FACT_SAMPLES
 
 Values = dict[str, float]
@@ -35,7 +35,7 @@ class Scraper:
         concurrency: int = 32,
         port: int = PORT,
         wanted: Collection[str] = frozenset(SAMPLES.values()).union(
-            OPTIONAL_SAMPLES.values(), FACT_SAMPLES, PROBED_LAW, [PROBED_BATCH]
+            OPTIONAL_SAMPLES.values(), LENGTH_SAMPLES, FACT_SAMPLES, PROBED_LAW, [PROBED_BATCH]
         ),
     ):
         self._wanted = wanted

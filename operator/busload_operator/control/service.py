@@ -46,6 +46,11 @@ class Service:
         return annotations.get(RECORD_ANNOTATION) != "false"
 
     @property
+    def initial_sequence_length(self) -> int | None:
+        """What the spec has a new service start with; None: with the longest that its bounds allow."""
+        return self.parsed.spec.bounds.max_sequence_length.initial
+
+    @property
     def asked_replicas(self) -> int:
         """The replicas that the spec itself asks for: the number in External scaling, else the lower bound."""
         if self.scaling is Scaling.EXTERNAL:

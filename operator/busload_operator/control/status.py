@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from busload_operator.api.status import Status
 from busload_operator.control import pods as pod_words
 from busload_operator.control import report
+from busload_operator.control.events import DISARMED
 from busload_operator.control.kinds import SERVICES, Object
 from busload_operator.control.service import Service
 from busload_operator.control.stored import stored_status
@@ -70,6 +71,8 @@ def build(seen: Seen) -> Object:
         "endpoint": f"http://{service.key.name}.{service.key.namespace}.svc:{PORT}/v1",
         "conditions": merge_conditions(old, [item for item in conditions if item], service.generation, seen.now),
         "tuned": _tuned(tuner),
+        "trial": _trial(tuner),
+        "diagnosis": tuner.diagnosis,
         "decisions": tuner.decisions,
         **findings(tuner, old),
     }
@@ -257,12 +260,22 @@ def _tuning(seen: Seen) -> Object:
     if result is None or (result.bottleneck is Bottleneck.STARTING and not seen.tuner.overdue):
         message = "waits for the first observations of a ready pod"
         return old.get("Tuning") or _condition("Tuning", False, "NoObservations", message)
+    if result.disarmed is not None:
+        return _condition("Tuning", False, DISARMED, result.disarmed)
     if mode is Mode.RECOMMEND:
         message = "spec.tuning.mode is Recommend: changes are only reported"
         return _condition("Tuning", True, "Recommending", result.hold or message)
     if result.hold is not None:
         return _condition("Tuning", False, "Holding", result.hold)
     return _condition("Tuning", True, "Observing", "settings follow the observed batch and queue")
+
+
+def _trial(tuner: Tuner) -> Object | None:
+    trial = tuner.in_force.trial
+    if trial is None:
+        return None
+    pending = [entry["id"] for entry in tuner.decisions if (entry.get("outcome") or {}).get("verdict") == "Pending"]
+    return {"pod": trial.pod, "decision": max(pending)} if pending else {"pod": trial.pod}
 
 
 def _tuned(tuner: Tuner) -> Object:

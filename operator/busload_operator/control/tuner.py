@@ -20,23 +20,38 @@ from busload_operator.control.told_law import ToldLaw
 from busload_operator.resources.initial_limits import initial_limits
 from busload_operator.tuning.feasible import Reported
 from busload_operator.tuning.learned import recall
+from busload_operator.tuning.lengths import with_length
 from busload_operator.tuning.step import step
-from busload_operator.tuning.types import Bounds, Decision, Inputs, Mode, PodSample, Result, Scaling, Verdict
+from busload_operator.tuning.types import (
+    Bottleneck,
+    Bounds,
+    Decision,
+    Inputs,
+    Mode,
+    PodSample,
+    Result,
+    Scaling,
+    Trial,
+    Verdict,
+)
 from busload_runtime.contract import LIMITS_KEY, Limits, LimitsDocument, LimitsError, Pace, StepLaw, parse_limits
 
 log = logging.getLogger(__name__)
 _PATIENCE_SECONDS = 30.0
+_DIAGNOSIS_SECONDS = 10.0
+"""For how long a bottleneck must last to be told: each one is an event, and load near an edge goes to and fro."""
 _RESTARTED = "the operator restarted before the outcome was measured"
 _REPLACED = "the model or the size of its pods was changed before the outcome was measured"
 
 
 @dataclass(frozen=True, slots=True)
 class InForce:
-    """What the children say: the limits, their generation, the replicas."""
+    """What the children say: the limits, their generation, the replicas, and what one pod tries."""
 
     limits: Limits
     generation: int
     replicas: int
+    trial: Trial | None = None
 
 
 class Tuner:
@@ -51,6 +66,7 @@ class Tuner:
         remembered: Remembered,
         clock: Callable[[], float] = time.monotonic,
         law: StepLaw | None = None,
+        diagnosis: Object | None = None,
     ):
         self.key, self.uid = key, uid
         self._clock, self._born = clock, clock()
@@ -72,6 +88,10 @@ class Tuner:
         self.failure = ""
         """Why the last round of observation broke off (a bug); what was found before it is stale then."""
         self._state = recall(remembered.learned, self._next_id)
+        self.diagnosis = diagnosis
+        """`status.diagnosis`: the newest bottleneck that lasted."""
+        self._seen_bottleneck: tuple[Bottleneck, float] | None = None
+        """That of the last step, and since when."""
 
     @classmethod
     def recover(
@@ -91,7 +111,7 @@ class Tuner:
         in_force = _in_force(service, document, deployment, status.get("tuned") or {}, remembered)
         decisions = [_abandoned(entry, _RESTARTED) for entry in status.get("decisions") or []]
         law = document.pace.law if document else None
-        return cls(service.key, service.uid, in_force, decisions, remembered, clock, law)
+        return cls(service.key, service.uid, in_force, decisions, remembered, clock, law, status.get("diagnosis"))
 
     @property
     def overdue(self) -> bool:
@@ -103,7 +123,14 @@ class Tuner:
         kubelet's next sync of the ConfigMap, about a minute."""
         objectives = service.objectives
         pace = Pace(objectives.time_to_first_token, objectives.inter_token_latency, self.told_law)
-        return LimitsDocument(self.in_force.generation, self.in_force.limits, pace=pace)
+        trial = self.in_force.trial
+        return LimitsDocument(
+            self.in_force.generation,
+            self.in_force.limits,
+            trial_pod=None if trial is None else trial.pod,
+            trial=None if trial is None else trial.limits,
+            pace=pace,
+        )
 
     @property
     def told_law(self) -> StepLaw | None:
@@ -113,8 +140,9 @@ class Tuner:
     def conform(self, service: Service) -> None:
         """Brings what is in force inside the spec's bounds; in External scaling the spec gives the replicas.
 
-        The longest sequence is what bounds and memory allow, now and after each edit of the spec. Nothing else moves
-        it, so one that was only ever clamped would stay low when the spec allows more again.
+        The longest sequence is what a decision has made it, else the spec's initial one, else what bounds and memory
+        allow, now and after each edit of the spec: one that was only ever clamped must not stay low when the spec
+        allows more again.
 
         For another model, or pods of another size, nothing that was learned of the earlier ones holds.
         """
@@ -124,13 +152,14 @@ class Tuner:
             if service.mode is Mode.AUTO:
                 limits = replace(limits, kv_cache_percent=_first_kv_cache_percent(service, self.remembered))
         limits = clamp(limits, service.bounds)
-        longest = service.bounds.max_sequence_length.max
-        queued_tokens = max(limits.max_queued_tokens, longest)  # one such request must always be able to wait
-        limits = replace(limits, max_sequence_length=longest, max_queued_tokens=queued_tokens)
+        bounds, decided = service.bounds.max_sequence_length, self.remembered.learned.max_sequence_length
+        length = decided if decided is not None else service.initial_sequence_length
+        limits = with_length(limits, bounds.max if length is None else bounds.clamp(length))
         replicas = service.asked_replicas
         if service.scaling is Scaling.OBSERVED:
             replicas = service.bounds.replicas.clamp(self.in_force.replicas)
-        self._change(limits, replicas)
+        # Limits that follow the spec are no longer those that the trial was compared with.
+        self._change(limits, replicas, self.in_force.trial if limits == self.in_force.limits else None)
 
     def observe(self, service: Service, samples: Sequence[PodSample], now: float) -> None:
         """One step of the tuning core. Without effect while an earlier change is not written yet."""
@@ -146,18 +175,24 @@ class Tuner:
             objectives=service.objectives,
             mode=service.mode,
             scaling=service.scaling,
+            trial=self.in_force.trial,
         )
         before = self._state
         self._state, self.result = step(before, inputs)
-        limits = self.in_force.limits
+        limits, after = self.in_force.limits, self.result.limits
+        if after.max_sequence_length != limits.max_sequence_length:
+            at_bound = after.max_sequence_length >= service.bounds.max_sequence_length.max
+            follows_bound = at_bound and service.initial_sequence_length is None
+            self.remembered.keep_length(None if follows_bound else after.max_sequence_length)
         self.remembered.update(self._state, limits.kv_cache_percent, news=bool(self.result.closed))
         if self.recording is not None and service.is_recorded:
             self.recording.add(before, inputs, self.result, self._state)
         self._tell(self.result)
+        self._diagnose(self.result, now)
         if service.mode is Mode.AUTO:
             self._told_law.follow(self.result.law)
         replicas = self.result.replicas if service.scaling is Scaling.OBSERVED else self.in_force.replicas
-        self._change(self.result.limits, replicas)
+        self._change(self.result.limits, replicas, self.result.trial)
 
     @property
     def _next_id(self) -> int:
@@ -170,10 +205,10 @@ class Tuner:
         self._told_law = ToldLaw(None, self._clock)
         self.reported = None
 
-    def _change(self, limits: Limits, replicas: int) -> None:
+    def _change(self, limits: Limits, replicas: int, trial: Trial | None) -> None:
         old = self.in_force
-        generation = old.generation + (limits != old.limits)
-        self.in_force = InForce(limits, generation, replicas)
+        generation = old.generation + ((limits, trial) != (old.limits, old.trial))
+        self.in_force = InForce(limits, generation, replicas, trial)
         if self.in_force != old:
             self.written = False
 
@@ -184,6 +219,19 @@ class Tuner:
             self.decisions = report.newest([*self.decisions, report.decision(made, self._wall)])
             metrics.DECISIONS.labels(made.knob.value).inc()
             log.info("decision %d: %s", made.id, made.message, extra=about(*self.key))
+
+    def _diagnose(self, result: Result, now: float) -> None:
+        """Takes a bottleneck that lasted as the diagnosis. What a process says that has just started and has not seen
+        anything yet is none."""
+        bottleneck = result.bottleneck
+        if bottleneck is Bottleneck.STARTING and result.observed is None and not self.overdue:
+            return
+        if self._seen_bottleneck is None or self._seen_bottleneck[0] is not bottleneck:
+            self._seen_bottleneck = (bottleneck, now)
+        since = self._seen_bottleneck[1]
+        told = (self.diagnosis or {}).get("bottleneck")
+        if told != bottleneck.value and now - since >= _DIAGNOSIS_SECONDS:
+            self.diagnosis = report.diagnosis(bottleneck, result.evidence, since, self._wall)
 
     def _wall(self, at: float) -> datetime:
         """The wall clock time of a moment of the clock that samples and steps are timed by."""
@@ -232,7 +280,8 @@ def _in_force(
         replicas = int((deployment.get("spec") or {}).get("replicas", replicas))
     known_generation = int(tuned.get("generation") or 0)
     if document is not None:
-        return InForce(document.default, document.generation, replicas)
+        # Nobody judges any more what one pod was trying: it ends, which is a change of limits.
+        return InForce(document.default, document.generation + (document.trial is not None), replicas)
     if limits := _limits_of_status(tuned):
         return InForce(limits, known_generation + 1, replicas)
     percent = _first_kv_cache_percent(service, remembered)

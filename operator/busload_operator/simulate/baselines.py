@@ -9,8 +9,8 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from busload_operator.simulate.policy import Action, Look
-from busload_operator.tuning import Counters
+from busload_operator.simulate.policy import Action
+from busload_operator.tuning import Counters, Inputs
 
 PERIOD = 15.0
 """The HPA's and KEDA's usual interval."""
@@ -25,13 +25,13 @@ class Hpa:
         self._due = 0.0
         self._wanted: deque[tuple[float, int]] = deque()
 
-    def due(self, look: Look) -> bool:
+    def due(self, look: Inputs) -> bool:
         if look.now < self._due:
             return False
         self._due = look.now + self._period - 1e-6
         return True
 
-    def settle(self, look: Look, wanted: int) -> Action:
+    def settle(self, look: Inputs, wanted: int) -> Action:
         """Bounds, rate limit and stabilisation of the number wanted now."""
         n = look.replicas
         wanted = look.bounds.replicas.clamp(min(wanted, max(n + 4, 2 * n)))
@@ -43,12 +43,12 @@ class Hpa:
         return Action(look.limits, max(number for _, number in self._wanted))
 
 
-def speaking(look: Look) -> list[Counters]:
+def speaking(look: Inputs) -> list[Counters]:
     """Counters of the ready pods that answered."""
     return [pod.counters for pod in look.pods if pod.ready and pod.counters is not None]
 
 
-def _hold(look: Look) -> Action:
+def _hold(look: Inputs) -> Action:
     return Action(look.limits, look.replicas)
 
 
@@ -58,7 +58,7 @@ class Waiting:
     def __init__(self, per_replica: float = 5.0, down: float = 360.0) -> None:
         self._per_replica, self._hpa = per_replica, Hpa(down)
 
-    def __call__(self, look: Look) -> Action:
+    def __call__(self, look: Inputs) -> Action:
         if not self._hpa.due(look):
             return _hold(look)
         waiting = sum(counters.waiting for counters in speaking(look))
@@ -77,7 +77,7 @@ class Busy:
         self._target, self._hpa = target, Hpa(down)
         self._before: dict[str, tuple[float, float]] = {}
 
-    def __call__(self, look: Look) -> Action:
+    def __call__(self, look: Inputs) -> Action:
         if not self._hpa.due(look):
             return _hold(look)
         shares = []
@@ -112,7 +112,7 @@ class Concurrency:
         self._panic_until = -math.inf
         self._panic_replicas = 0
 
-    def __call__(self, look: Look) -> Action:
+    def __call__(self, look: Inputs) -> Action:
         pods = speaking(look)
         self._seen.append((look.now, sum(counters.running + counters.waiting for counters in pods)))
         while self._seen[0][0] <= look.now - self._stable:
@@ -156,7 +156,7 @@ class Saturation:
         self._hpa = Hpa(240.0)
         self._seen: dict[str, deque[tuple[float, float, float]]] = {}
 
-    def __call__(self, look: Look) -> Action:
+    def __call__(self, look: Inputs) -> Action:
         peaks = self._peaks(look)
         if not self._hpa.due(look):
             return _hold(look)
@@ -164,7 +164,7 @@ class Saturation:
             return self._hpa.settle(look, look.replicas)
         return self._hpa.settle(look, self._wanted(peaks, look.replicas))
 
-    def _peaks(self, look: Look) -> list[_Peak]:
+    def _peaks(self, look: Inputs) -> list[_Peak]:
         peaks = []
         for pod in look.pods:
             if pod.counters is None:
@@ -206,7 +206,7 @@ class TokenCapacity:
         self._before: dict[str, tuple[float, float]] = {}
         self._prompt = 0.0
 
-    def __call__(self, look: Look) -> Action:
+    def __call__(self, look: Inputs) -> Action:
         pods = speaking(look)
         self._learn(look)
         if not self._hpa.due(look) or not pods or self._prompt <= 0:
@@ -226,7 +226,7 @@ class TokenCapacity:
             wanted -= int(spare // capacity)
         return self._hpa.settle(look, wanted)
 
-    def _learn(self, look: Look) -> None:
+    def _learn(self, look: Inputs) -> None:
         """Mean prompt length, from prompt tokens computed and first tokens."""
         tokens = first = 0.0
         for pod in look.pods:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from busload_operator.simulate.hardware import Hardware
-from busload_operator.simulate.policy import Action, Look
+from busload_operator.simulate.policy import Action
 from busload_operator.simulate.workload import Arrival
-from busload_operator.tuning import Objectives
+from busload_operator.tuning import Inputs, Objectives
 from busload_runtime.contract import Limits
 
 UTILISATION = 0.90
@@ -69,7 +69,7 @@ class Clairvoyant:
         self._limits: Limits | None = None
         self._each = 0.0
 
-    def __call__(self, look: Look) -> Action:
+    def __call__(self, look: Inputs) -> Action:
         if self._limits is None:
             self._limits = self._settings(look)
             found = capacity(self._load, self._hardware, self._limits, look.objectives)
@@ -77,7 +77,7 @@ class Clairvoyant:
         ahead = self._work[int(look.now) : int(look.now) + self._lead + 1]
         return Action(self._limits, max(1, math.ceil(max(ahead, default=0.0) / self._each - 1e-9)))
 
-    def _settings(self, look: Look) -> Limits:
+    def _settings(self, look: Inputs) -> Limits:
         law, bounds = self._hardware.law, look.bounds
         tau = _ITL_MARGIN * look.objectives.inter_token_latency
         percent = bounds.kv_cache_percent.max

@@ -11,7 +11,7 @@ from typing import Any
 from busload_operator.simulate import compare, plot
 from busload_operator.simulate.compare import COMPARED, Entry
 from busload_operator.simulate.fleet import Fault, Router
-from busload_operator.simulate.hardware import HARDWARE, Hardware, SetupError, StepLaw
+from busload_operator.simulate.hardware import HARDWARE, Hardware, SetupError, parse_law
 from busload_operator.simulate.report import as_json, table
 from busload_operator.simulate.run import Setup
 from busload_operator.simulate.traces import RateDay, is_rates, read_arrivals, read_lengths, read_rates
@@ -220,7 +220,7 @@ def _hardware(options: Options) -> Hardware:
         raise SetupError(f"--hardware {options.hardware!r} is unknown; known are {', '.join(HARDWARE)}")
     hardware = HARDWARE[options.hardware]
     if options.law:
-        hardware = replace(hardware, law=StepLaw.parse(options.law))
+        hardware = replace(hardware, law=parse_law(options.law))
     given = {
         name: value
         for name in ("kv_tokens", "time_to_first_token", "inter_token_latency", "noise")

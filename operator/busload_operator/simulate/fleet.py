@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from busload_operator.simulate.hardware import Hardware, SetupError
 from busload_operator.simulate.replica import Job, Replica
-from busload_operator.tuning import Counters, PodSample
+from busload_operator.tuning import Counters, PodSample, Trial
 from busload_operator.tuning.counters import CUMULATIVE, OPTIONAL_SAMPLES
 from busload_runtime.contract import Limits, Pace
 
@@ -136,11 +136,12 @@ class Fleet:
             if pod.requests == 0:
                 self._retire(pod, now)
 
-    def apply(self, limits: Limits, generation: int, now: float) -> None:
+    def apply(self, limits: Limits, generation: int, now: float, trial: Trial | None = None) -> None:
         """The limits document changed; pods that start later begin with it."""
         self.limits, self.generation = limits, generation
         for pod in self.pods:
-            pod.apply(limits, generation, now)
+            alone = trial is not None and trial.pod == pod.name
+            pod.apply(trial.limits if trial is not None and alone else limits, generation, now)
 
     def disturb(self, fault: Fault, now: float) -> None:
         """Begins a fault; without a ready pod at its place nothing happens."""

@@ -2,54 +2,27 @@
 
 import math
 import random
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 
-from busload_runtime.contract import Limits, default_token_budget
+from busload_runtime.contract import Limits, StepLaw, default_token_budget
 
 
 class SetupError(ValueError):
     """A simulation that cannot be run as described; the message names the field, its value and what is allowed."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepLaw:
-    """Step time `t = a + b*batch + c*KV tokens + d*prefill tokens`, in seconds.
-
-    The three are the runtime's own sums of one step: decoding requests, KV tokens read by attention (for each chunk the
-    length of its sequence after the step), prompt tokens computed.
-    """
-
-    a: float
-    b: float
-    c: float
-    d: float
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not (math.isfinite(value) and value >= 0):
-                raise SetupError(f"step law: {field.name} is {value}; seconds of 0 or more are allowed")
-        if self.a + self.b <= 0 or self.a + self.d <= 0:
-            raise SetupError("step law: a decode or a prefill would take no time; give a, or both b and d, above 0")
-
-    def seconds(self, batch: int, kv_tokens: int, prefill_tokens: int) -> float:
-        return self.a + self.b * batch + self.c * kv_tokens + self.d * prefill_tokens
-
-    @classmethod
-    def parse(cls, text: str) -> "StepLaw":
-        """`a=0.0076,b=0.00017,c=0,d=0.00005`: seconds; what is left out is 0. Raises `SetupError`."""
-        values = dict.fromkeys("abcd", 0.0)
-        for part in text.split(","):
-            name, equals, number = part.strip().partition("=")
-            try:
-                if name not in values or not equals:
-                    raise ValueError
-                values[name] = float(number)
-            except ValueError:
-                raise SetupError(
-                    f"step law: {part!r} is not one of a=, b=, c=, d= with seconds, as in a=0.0076"
-                ) from None
-        return cls(**values)
+def parse_law(text: str) -> StepLaw:
+    """`a=0.0076,b=0.00017,c=0,d=0.00005`: seconds; what is left out is 0. Raises `SetupError`."""
+    values = dict.fromkeys("abcd", 0.0)
+    for part in text.split(","):
+        name, equals, number = part.strip().partition("=")
+        try:
+            if name not in values or not equals:
+                raise ValueError
+            values[name] = float(number)
+        except ValueError:
+            raise SetupError(f"step law: {part!r} is not one of a=, b=, c=, d= with seconds, as in a=0.0076") from None
+    return StepLaw(**values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +43,14 @@ class Hardware:
     """Standard deviation of a step's time, as a share of it."""
     drift: float = 0.04
     """How far a pod is slower or faster than the law for minutes (sine over ten minutes, its phase by pod)."""
+
+    def __post_init__(self) -> None:
+        law = self.law
+        for name, value in asdict(law).items():
+            if not (math.isfinite(value) and value >= 0):
+                raise SetupError(f"step law: {name} is {value}; seconds of 0 or more are allowed")
+        if law.a + law.b <= 0 or law.a + law.d <= 0:
+            raise SetupError("step law: a decode or a prefill would take no time; give a, or both b and d, above 0")
 
     def num_blocks(self, limits: Limits) -> int:
         """KV blocks under these limits. Raises `SetupError` when one sequence of full length does not fit."""

@@ -3,35 +3,11 @@
 The tuner is the operator's own core; the rules it is compared with are in `baselines.py` and `clairvoyant.py`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from busload_operator.tuning import (
-    Bounds,
-    Decision,
-    Inputs,
-    Mode,
-    Objectives,
-    PodSample,
-    Result,
-    Scaling,
-    State,
-    step,
-)
+from busload_operator.tuning import Decision, Inputs, Mode, Result, Scaling, State, Trial, step
 from busload_runtime.contract import Limits
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """One round of scrapes, and what is in force."""
-
-    now: float
-    pods: tuple[PodSample, ...]
-    limits: Limits
-    generation: int
-    replicas: int
-    bounds: Bounds
-    objectives: Objectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +16,11 @@ class Action:
 
     limits: Limits
     replicas: int
+    trial: Trial | None = None
 
 
 class Policy(Protocol):
-    def __call__(self, look: Look) -> Action: ...
+    def __call__(self, look: Inputs) -> Action: ...
 
 
 class Static:
@@ -52,7 +29,7 @@ class Static:
     def __init__(self, replicas: int) -> None:
         self._replicas = replicas
 
-    def __call__(self, look: Look) -> Action:
+    def __call__(self, look: Inputs) -> Action:
         return Action(look.limits, self._replicas)
 
 
@@ -71,18 +48,8 @@ class Tuner:
         """As they stand now."""
         return [self._decisions[key] for key in sorted(self._decisions)]
 
-    def __call__(self, look: Look) -> Action:
-        inputs = Inputs(
-            now=look.now,
-            pods=look.pods,
-            limits=look.limits,
-            generation=look.generation,
-            replicas=look.replicas,
-            bounds=look.bounds,
-            objectives=look.objectives,
-            mode=self._mode,
-            scaling=self._scaling,
-        )
+    def __call__(self, look: Inputs) -> Action:
+        inputs = replace(look, mode=self._mode, scaling=self._scaling)
         self._state, result = step(self._state, inputs)
         self.result = result
         if result.decision is not None:
@@ -90,4 +57,4 @@ class Tuner:
         for closed in result.closed:
             self._decisions[closed.id] = closed
         replicas = result.replicas if self._scaling is Scaling.OBSERVED else look.replicas
-        return Action(result.limits, replicas)
+        return Action(result.limits, replicas, result.trial)

@@ -7,14 +7,16 @@ result as one by one.
 """
 
 import math
-from bisect import bisect_right
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
 
 from busload_operator.simulate.hardware import Hardware, Noise, SetupError
 from busload_operator.simulate.workload import Arrival, prompt_tokens
 from busload_operator.tuning import Counters
 from busload_operator.tuning.counters import OPTIONAL_SAMPLES
-from busload_runtime.contract import Limits, Pace
+from busload_runtime.contract import SEQUENCE_LENGTHS, Limits, Pace
 from busload_runtime.engine.plan import Plan, Sampled
 from busload_runtime.engine.request import Output, Request
 from busload_runtime.engine.scheduler import RequestRefused, Scheduler
@@ -74,6 +76,10 @@ class _Sums:
     ttft_missed: int = 0
     itl_judged: int = 0
     itl_missed: int = 0
+    too_long: int = 0
+    answers_cut: int = 0
+    sequence_lengths: list[int] = field(default_factory=lambda: [0] * (len(SEQUENCE_LENGTHS) + 1))
+    """Finished requests by the smallest bound that holds them; the last are longer than all."""
 
 
 class Replica:
@@ -154,6 +160,7 @@ class Replica:
         self.assigned += 1
         if (reason := self._refuses(job)) is not None:
             job.failed = reason
+            self._sums.too_long += reason == "too_long"
             return
         self._sums.arrived += 1
         self._sums.prompt_tokens_arrived += job.arrival.prompt
@@ -198,6 +205,7 @@ class Replica:
             self._show()
         levels, preemptions = self._shown
         work, sums, limits = self._scheduler.counters, self._sums, self.limits
+        counted: dict[str, Any] = {name: float(getattr(sums, name)) for name in OPTIONAL_SAMPLES}
         return Counters(
             clock=self._clock,
             steps=work.steps,
@@ -227,7 +235,8 @@ class Replica:
             batch_size=limits.batch_size,
             kv_cache_percent=limits.kv_cache_percent,
             token_budget=limits.token_budget,
-            **{name: float(getattr(sums, name)) for name in OPTIONAL_SAMPLES},
+            sequence_lengths=tuple(accumulate(map(float, sums.sequence_lengths[:-1]))),
+            **counted,
         )
 
     # How steps go.
@@ -382,6 +391,7 @@ class Replica:
         except RequestRefused:
             # The limits changed between its arrival and the end of the step.
             job.failed = "too_long"
+            self._sums.too_long += 1
             self._leave(job)
             return
         self._requests[job.request_id] = request
@@ -414,6 +424,10 @@ class Replica:
         sums, prompt, output = self._sums, job.arrival.prompt, job.output
         sums.output_tokens += output
         sums.finished += 1
+        sums.sequence_lengths[bisect_left(SEQUENCE_LENGTHS, prompt + output)] += 1
+        # Whom a smaller pool has ended was not cut by the limit.
+        at_limit = output < job.arrival.output and prompt + output >= self._requests[job.request_id].max_length
+        sums.answers_cut += at_limit
         sums.finished_prompt_tokens += prompt
         sums.finished_kv_token_steps += output * (prompt + output / 2)
         if output > 1 and (objective := self._pace.inter_token_latency) is not None:

@@ -10,11 +10,11 @@ from typing import Any
 
 from busload_operator.simulate.fleet import Fault, Fleet, Router
 from busload_operator.simulate.hardware import Hardware, SetupError
-from busload_operator.simulate.policy import Action, Look, Policy, Tuner
+from busload_operator.simulate.policy import Action, Policy, Tuner
 from busload_operator.simulate.replica import Job
 from busload_operator.simulate.workload import Arrival
-from busload_operator.tuning import Bounds, Decision, Objectives, PodSample
-from busload_runtime.contract import Limits, Pace, StepLaw
+from busload_operator.tuning import Bounds, Decision, Inputs, Mode, Objectives, PodSample, Scaling, Trial
+from busload_runtime.contract import Limits, Pace
 
 _FINISH_SECONDS = 60.0
 """Over which the finish rate of the timeline is taken."""
@@ -63,11 +63,11 @@ class Setup:
     @property
     def pace(self) -> Pace:
         """What pods are told: the true law, as an operator knows it that has observed for a while."""
-        law, objectives = self.hardware.law, self.objectives
+        objectives = self.objectives
         return Pace(
             objectives.time_to_first_token if self.late_last else None,
             objectives.inter_token_latency if self.time_budget else None,
-            StepLaw(law.a, law.b, law.c, law.d),
+            self.hardware.law,
         )
 
 
@@ -129,6 +129,7 @@ class _Run:
             setup.hardware, setup.limits, setup.replicas, setup.router, setup.startup, setup.seed, setup.pace
         )
         self._limits, self._generation, self._replicas = setup.limits, 1, setup.replicas
+        self._trial: Trial | None = None
         self._events: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
         self._scheduled = 0
         self._ends: deque[float] = deque()
@@ -182,13 +183,25 @@ class _Run:
 
     def _decide(self, now: float, pods: tuple[PodSample, ...]) -> None:
         setup = self._setup
-        look = Look(now, pods, self._limits, self._generation, self._replicas, setup.bounds, setup.objectives)
+        look = Inputs(
+            now=now,
+            pods=pods,
+            limits=self._limits,
+            generation=self._generation,
+            replicas=self._replicas,
+            bounds=setup.bounds,
+            objectives=setup.objectives,
+            mode=Mode.AUTO,
+            scaling=Scaling.OBSERVED,
+            trial=self._trial,
+        )
         action = self._policy(look)
         self._scale(action, now)
         if action.limits != self._limits:
             self._outcome.limits_changes.append((now, self._limits, action.limits))
-            self._limits, self._generation = action.limits, self._generation + 1
-            self._at(now + setup.apply_delay, self._apply, (action.limits, self._generation))
+        if (action.limits, action.trial) != (self._limits, self._trial):
+            self._limits, self._trial, self._generation = action.limits, action.trial, self._generation + 1
+            self._at(now + setup.apply_delay, self._apply, (action.limits, self._generation, action.trial))
 
     def _scale(self, action: Action, now: float) -> None:
         replicas = self._setup.bounds.replicas.clamp(action.replicas)
@@ -198,8 +211,9 @@ class _Run:
             self._fleet.advance(now)
             self._fleet.scale(replicas, now)
 
-    def _apply(self, now: float, written: tuple[Limits, int]) -> None:
-        self._fleet.apply(*written, now)
+    def _apply(self, now: float, written: tuple[Limits, int, Trial | None]) -> None:
+        limits, generation, trial = written
+        self._fleet.apply(limits, generation, now, trial)
 
     def _disturb(self, now: float, fault: Fault) -> None:
         self._fleet.advance(now)

@@ -20,6 +20,7 @@ from busload_operator.tuning.types import (
     Reason,
     Result,
     Scaling,
+    Trial,
     Verdict,
 )
 
@@ -44,6 +45,7 @@ __all__ = [
     "Result",
     "Scaling",
     "State",
+    "Trial",
     "Verdict",
     "counters_from_samples",
     "step",

@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from busload_runtime.contract import SEQUENCE_LENGTHS
+
 
 class CountersError(ValueError):
     """A scrape that cannot be used; the message names the metric."""
@@ -62,6 +64,12 @@ class Counters:
     itl_judged: float | None = None
     """The same for the mean time between a request's tokens."""
     itl_missed: float | None = None
+    too_long: float | None = None
+    """Requests refused because their prompt alone is as long as `maxSequenceLength`."""
+    answers_cut: float | None = None
+    """Answers that ended at `maxSequenceLength` although their client allowed more."""
+    sequence_lengths: tuple[float, ...] | None = None
+    """Finished requests whose prompt and output together are at most as long as each of `SEQUENCE_LENGTHS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +125,11 @@ OPTIONAL_SAMPLES: dict[str, str] = {
     "ttft_missed": 'busload_objective_misses_total{objective="time_to_first_token"}',
     "itl_judged": 'busload_objective_requests_total{objective="inter_token_latency"}',
     "itl_missed": 'busload_objective_misses_total{objective="inter_token_latency"}',
+    "too_long": 'busload_requests_refused_total{reason="too_long"}',
+    "answers_cut": "busload_answers_cut_total",
 }
+LENGTH_SAMPLES = tuple(f'busload_sequence_length_tokens_bucket{{le="{bound:.1f}"}}' for bound in SEQUENCE_LENGTHS)
+"""The series behind `Counters.sequence_lengths`; a pod may lack them, too."""
 
 # The law of the steps that a pod tried before it was ready.
 PROBED_LAW = tuple(f'busload_probed_step_law_seconds{{coefficient="{name}"}}' for name in "abcd")
@@ -152,7 +164,11 @@ def counters_from_samples(samples: Mapping[str, float]) -> Counters:
             f"/metrics lacks {', '.join(missing)}: is the pod a busload runtime of the operator's version?"
         )
     found = SAMPLES | {field: name for field, name in OPTIONAL_SAMPLES.items() if name in samples}
-    return Counters(**{field: float(samples[name]) for field, name in found.items()})
+    lengths = tuple(float(samples[name]) for name in LENGTH_SAMPLES if name in samples)
+    return Counters(
+        **{field: float(samples[name]) for field, name in found.items()},
+        sequence_lengths=lengths if len(lengths) == len(LENGTH_SAMPLES) else None,
+    )
 
 
 def probed_from_samples(samples: Mapping[str, float]) -> Probed | None:

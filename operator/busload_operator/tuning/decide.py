@@ -6,6 +6,7 @@ from dataclasses import replace
 from busload_operator.tuning import words
 from busload_operator.tuning.diagnose import QUEUE
 from busload_operator.tuning.fit import TRUSTED_BEYOND
+from busload_operator.tuning.lengths import lower_length, raise_length
 from busload_operator.tuning.scale import add_replicas, buy_ahead, remove_replica, sell
 from busload_operator.tuning.settings import (
     Candidate,
@@ -42,7 +43,9 @@ def decide(s: Situation) -> Candidate | str | None:
     found = _by_phase(s)
     if isinstance(found, Candidate) or not _is_in_time(s):
         return found
-    return buy_ahead(s) or prepare(s) or sell(s) or found
+    others = (option(s) for option in (buy_ahead, raise_length, prepare, sell))
+    said = [other for other in others if other is not None]
+    return next((other for other in said if isinstance(other, Candidate)), said[0] if said else found)
 
 
 def replicas_meanwhile(s: Situation) -> Candidate | None:
@@ -83,6 +86,8 @@ def _more_windows(seen: int, needed: int) -> str:
 
 def _clear_wait(s: Situation) -> Candidate | str:
     settings = [raise_batch(s), raise_kv_cache(s)]
+    if not any(isinstance(c, Candidate) for c in settings):
+        settings.append(lower_length(s))  # it costs requests: last
     possible = [c for c in settings if isinstance(c, Candidate)]
     if not possible:
         if (lasted := s.inputs.now - s.state.streak.since) < REPLICA_SECONDS:
@@ -94,7 +99,7 @@ def _clear_wait(s: Situation) -> Candidate | str:
     if _overdue(s):
         why = f"the time to first token is missed for over {SETTINGS_SECONDS:.0f} s"
         replicas = add_replicas(s, Reason.TIME_LIMIT_PASSED, why)
-    elif (hopeless := _hopeless(s)) is not None:
+    elif (hopeless := _hopeless(s, best)) is not None:
         replicas = add_replicas(s, Reason.SETTINGS_CANNOT_CLEAR_WAIT, hopeless)
     else:
         return best
@@ -122,20 +127,28 @@ def _why_not(s: Situation, reasons: list[str]) -> str:
     """The reason that belongs to what limits the service, for the message of the replica decision."""
     own = [r for r in reasons if "is not what requests wait for" not in r]
     if own:
-        return own[0]
+        return "; ".join(own)
     return f"no setting clears a {s.diagnosis.bottleneck} wait"
 
 
-def _hopeless(s: Situation) -> str | None:
-    """Why even the largest allowed batch is predicted not to clear the wait; None when it may, or when the law would
-    have to be stretched to say so."""
-    law, ceiling = s.usable_law, batch_ceiling(s)
-    if law is None or ceiling.value > TRUSTED_BEYOND * law.batch_max:
+def _hopeless(s: Situation, best: Candidate) -> str | None:
+    """Why even the most of the best setting is predicted not to clear the wait; None when it may, or when the law
+    would have to be stretched to say so."""
+    law = s.usable_law
+    if best.knob is Knob.KV_CACHE_PERCENT:
+        most = s.inputs.bounds.kv_cache_percent.max
+        batch, text = s.seen.batch * most / best.before, f"kvCachePercent {most}"
+    elif best.knob is Knob.BATCH_SIZE:
+        batch = float(batch_ceiling(s).value)
+        text = f"batchSize {batch:.0f}"
+    else:
         return None
-    wait = predict(s, ceiling.value).wait
+    if law is None or batch > TRUSTED_BEYOND * law.batch_max:
+        return None
+    wait = predict(s, batch).wait
     if wait is None or wait <= s.inputs.objectives.time_to_first_token:
         return None
-    return f"even batchSize {ceiling.value} is predicted to leave a wait of {words.seconds(wait)}"
+    return f"even {text} is predicted to leave a wait of {words.seconds(wait)}"
 
 
 def _lower(s: Situation) -> Candidate | str | None:

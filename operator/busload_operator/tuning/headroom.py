@@ -77,9 +77,12 @@ def learn_kappa(old: Kappa, now: Outcomes, late: bool, replicas: int) -> Kappa:
     return kappa
 
 
-_PRIOR = (-1.6, -1.2, -0.9, -0.7, -0.5, -0.3, -0.1, 0.1, 0.3, 0.5, 0.7, 0.9, 1.2, 1.6)
-"""Errors believed before any was seen: so many standard deviations of 15%."""
 _PRIOR_SIGMA = 0.15
+_PRIOR = tuple(
+    math.exp(_PRIOR_SIGMA * z) for z in (-1.6, -1.2, -0.9, -0.7, -0.5, -0.3, -0.1, 0.1, 0.3, 0.5, 0.7, 0.9, 1.2, 1.6)
+)
+"""Errors believed before any was seen: of so many standard deviations."""
+PRIOR_SIZE = len(_PRIOR)
 _ERRORS_KEPT = 3600.0
 _ERROR_EVERY = 15.0
 _LEAST, _MOST = 1.05, 1.5
@@ -95,6 +98,8 @@ class Errors:
     """(when, offered work expected)."""
     seen: tuple[tuple[float, float], ...] = ()
     """(when, ratio), of the last hour."""
+    prior: tuple[float, ...] = _PRIOR
+    """Ratios believed before any was seen: assumed, or those that an earlier process has learned."""
     quantile: float = _QUANTILE
     """Which of the ratios is planned for."""
     quantile_at: float = -math.inf
@@ -110,12 +115,24 @@ class Errors:
         """Factor on a forecast for selling: a little more careful."""
         return self._at(min(0.98, self.quantile + _QUANTILE_DOWN))
 
+    def sketch(self) -> tuple[float, ...]:
+        """All that is believed, as `PRIOR_SIZE` quantiles: a prior for the next process."""
+        ratios = self._ratios()
+        return tuple(_between(ratios, (i + 0.5) / PRIOR_SIZE) for i in range(PRIOR_SIZE))
+
+    def _ratios(self) -> list[float]:
+        return sorted([*(ratio for _, ratio in self.seen), *self.prior])
+
     def _at(self, quantile: float) -> float:
-        ratios = sorted([ratio for _, ratio in self.seen] + [math.exp(_PRIOR_SIGMA * z) for z in _PRIOR])
-        place = quantile * (len(ratios) - 1)
-        low = math.floor(place)
-        high = min(low + 1, len(ratios) - 1)
-        return min(_MOST, max(_LEAST, ratios[low] + (place - low) * (ratios[high] - ratios[low])))
+        return min(_MOST, max(_LEAST, _between(self._ratios(), quantile)))
+
+
+def _between(ratios: list[float], quantile: float) -> float:
+    """The quantile of sorted values, between two of them by their distance."""
+    place = quantile * (len(ratios) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ratios) - 1)
+    return ratios[low] + (place - low) * (ratios[high] - ratios[low])
 
 
 def learn_errors(old: Errors, now: float, expected: float, arriving: float, lead: float) -> Errors:

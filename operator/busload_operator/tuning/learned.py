@@ -1,7 +1,8 @@
 """What outlives the operator's process: learned of one model at one precision on one size of pod, and of no other.
 
 Pure: JSON in, JSON out. What is kept is little and slow: the step law's sums, the mean output length, the time a pod
-takes to start, and the KV fraction under which the service last ran without trouble. Windows, streaks and changes on
+takes to start, the KV fraction under which the service last ran without trouble, a sequence length that was lowered,
+and what was learned of planning (how full a replica may be, how wrong forecasts are). Windows, streaks and changes on
 trial belong to the clock of one process and are lost with it.
 """
 
@@ -14,6 +15,8 @@ from statistics import median
 
 from busload_operator.tuning.codec import CodecError, decode, dumps, encode
 from busload_operator.tuning.fit import Fit
+from busload_operator.tuning.headroom import PRIOR_SIZE, Errors, Kappa
+from busload_operator.tuning.sizing import Sizing
 from busload_operator.tuning.state import State, Usage
 
 VERSION = 1
@@ -47,6 +50,15 @@ class Learned:
     startup_seconds: float | None = None
     kv_cache_percent: int | None = None
     """The last that was safe."""
+    max_sequence_length: int | None = None
+    """What a decision has made it; None: none did, or it is what bounds and memory allow."""
+    kappa: float | None = None
+    """The learned share of a replica's capacity that may be planned, and the lowest that was too much."""
+    kappa_bad: float | None = None
+    quantile: float | None = None
+    """Which of the errors of forecasts is planned for."""
+    errors: tuple[float, ...] = ()
+    """Quantiles of these errors (what arrived over what was expected), evenly spaced; empty: too few were seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +104,35 @@ class Memory:
 def learn(state: State, kv_cache_percent: int, known: Learned) -> Learned:
     """What `state` adds to what was known before; `kv_cache_percent` is the one in force."""
     safe = kv_cache_percent if _has_been_calm(state.usage) and state.pending is None else known.kv_cache_percent
-    return Learned(state.fit, state.output_length, state.startup_seconds, safe)
+    kappa, errors = state.sizing.kappa, state.sizing.errors
+    return replace(
+        known,
+        fit=state.fit,
+        output_length=state.output_length,
+        startup_seconds=state.startup_seconds,
+        kv_cache_percent=safe,
+        kappa=kappa.value if kappa.changed_at > -math.inf else known.kappa,
+        kappa_bad=kappa.bad if kappa.changed_at > -math.inf else known.kappa_bad,
+        quantile=errors.quantile if errors.quantile_at > -math.inf else known.quantile,
+        errors=errors.sketch() if errors.seen else known.errors,
+    )
 
 
 def recall(learned: Learned, next_id: int) -> State:
     """The state of a process that has seen nothing itself yet but remembers."""
+    kappa, errors = Kappa(), Errors()
+    if learned.kappa is not None and learned.kappa_bad is not None:
+        kappa = replace(kappa, value=learned.kappa, bad=learned.kappa_bad)
+    if learned.quantile is not None:
+        errors = replace(errors, quantile=learned.quantile)
+    if learned.errors:
+        errors = replace(errors, prior=learned.errors)
     return replace(
         State.initial(next_id),
         fit=learned.fit,
         output_length=learned.output_length,
         startup_seconds=learned.startup_seconds,
+        sizing=Sizing(errors=errors, kappa=kappa),
     )
 
 
@@ -127,5 +158,12 @@ def _check(learned: Learned, where: str) -> None:
         raise UnusableMemoryError(f"{where}.fit.gram must be symmetric")
     if (fit.samples > 0) != bool(fit.bins) or fit.samples < 0 or any(not 0 < b.low <= b.high for b in fit.bins):
         raise UnusableMemoryError(f"{where}.fit: samples {fit.samples} do not agree with its {len(fit.bins)} bins")
+    shares = [share for share in (learned.kappa, learned.kappa_bad, learned.quantile) if share is not None]
+    if not all(0 < share <= 2 for share in shares):
+        raise UnusableMemoryError(f"{where}: kappa, kappa_bad and quantile must be above 0 and at most 2")
+    if learned.errors and (len(learned.errors) != PRIOR_SIZE or not all(0 <= e < math.inf for e in learned.errors)):
+        raise UnusableMemoryError(f"{where}.errors must be {PRIOR_SIZE} finite numbers of 0 or more, or none")
+    if learned.max_sequence_length is not None and learned.max_sequence_length < 1:
+        raise UnusableMemoryError(f"{where}.max_sequence_length is {learned.max_sequence_length}; must be at least 1")
     if learned.kv_cache_percent is not None and not 1 <= learned.kv_cache_percent <= 100:
         raise UnusableMemoryError(f"{where}.kv_cache_percent is {learned.kv_cache_percent}; must be from 1 to 100")

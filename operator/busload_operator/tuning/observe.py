@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from busload_operator.tuning.demand import count_arrivals, learn_lengths
 from busload_operator.tuning.fit import MAX_ERROR, Fit, add, from_probed, solve, surprise
 from busload_operator.tuning.state import State
+from busload_operator.tuning.tail import learn_tail
 from busload_operator.tuning.types import Inputs, Observed, PodSample
 from busload_operator.tuning.window import MAX_SCRAPE_AGE, Base, PodWindow, View, read, view
 
@@ -69,7 +70,7 @@ def observe(state: State, inputs: Inputs) -> tuple[State, Picture]:
     if length is None:
         length = _length_at_start(bases)
     state = _follow_starts(replace(state, windows=kept, fit=fit, output_length=length), inputs)
-    state = replace(state, bases=tuple(bases))
+    state = replace(state, bases=tuple(bases), tail=learn_tail(state.tail, new))
     if 2 * len(new) >= len(ready) > 0:
         arrivals = count_arrivals(state.arrivals, new, len(ready))
         state = replace(state, arrivals=arrivals, lengths=learn_lengths(state.lengths, new))

@@ -70,7 +70,15 @@ class Situation:
 
     def refused(self, knob: Knob) -> list[int]:
         """The values of the knob that were tried and did not help lately."""
-        return [r.value for r in self.state.refused if r.knob == knob and r.until > self.inputs.now]
+        return self._refused(knob, down=False)
+
+    def refused_down(self, knob: Knob) -> list[int]:
+        """The same for values that were too low to help."""
+        return self._refused(knob, down=True)
+
+    def _refused(self, knob: Knob, down: bool) -> list[int]:
+        now = self.inputs.now
+        return [r.value for r in self.state.refused if (r.knob, r.down) == (knob, down) and r.until > now]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +142,7 @@ def raise_batch(s: Situation) -> Candidate | str:
     message = (
         f"batchSize {now} -> {after}: {words.number(s.seen.queue)} requests wait {s.wait_text} (objective "
         f"{words.seconds(s.inputs.objectives.time_to_first_token)}) because the batch limit of {now} is used up, "
-        f"while the KV cache is at most {words.percent(s.seen.kv_used)} full; expected {_expected(prediction)}."
+        f"while the KV cache is at most {words.percent(s.seen.kv_used)} full; expected {expected(prediction)}."
     )
     return Candidate(
         Knob.BATCH_SIZE, now, after, Reason.WAIT_FROM_BATCH_LIMIT, message, prediction, limits, s.inputs.replicas
@@ -161,7 +169,7 @@ def raise_kv_cache(s: Situation) -> Candidate | str:
     message = (
         f"kvCachePercent {now} -> {after}: {words.number(s.seen.queue)} requests wait {s.wait_text} because the KV "
         f"cache is {words.percent(s.seen.kv_used)} full ({words.count(s.seen.preemptions, 'preemption')}); expected "
-        f"{_expected(prediction)}."
+        f"{expected(prediction)}."
     )
     limits = replace(s.inputs.limits, kv_cache_percent=after)
     return Candidate(
@@ -237,7 +245,8 @@ def worthwhile(s: Situation, prediction: Prediction) -> bool:
     return gains or (prediction.wait is not None and prediction.wait <= s.inputs.objectives.time_to_first_token)
 
 
-def _expected(prediction: Prediction) -> str:
+def expected(prediction: Prediction) -> str:
+    """A prediction in words."""
     parts = [f"{words.number(prediction.tokens_per_second)} tokens/s"]
     if prediction.wait is not None:
         parts.append(f"a wait of {words.seconds(prediction.wait)}")

@@ -7,6 +7,7 @@ from busload_operator.tuning.demand import Arrivals, Lengths
 from busload_operator.tuning.diagnose import Diagnosis
 from busload_operator.tuning.fit import Fit
 from busload_operator.tuning.sizing import Sizing
+from busload_operator.tuning.tail import Tail
 from busload_operator.tuning.types import Decision, Knob
 from busload_operator.tuning.window import Base, PodWindow
 from busload_runtime.contract import Limits
@@ -46,6 +47,19 @@ class Streak:
 
 
 @dataclass(frozen=True, slots=True)
+class TrialPod:
+    """A change that one pod tries first."""
+
+    pod: str
+    before: tuple[PodWindow, ...]
+    """Of all pods under load before it; empty: there was no load to compare with."""
+    applied_at: float | None = None
+    """When the pod was first seen with the new values."""
+    after: tuple[PodWindow, ...] = ()
+    """Of all pods since then."""
+
+
+@dataclass(frozen=True, slots=True)
 class Pending:
     """A change whose outcome is not known yet."""
 
@@ -69,6 +83,17 @@ class Pending:
     """Steps in a row without load since then."""
     loaded: tuple[PodWindow, ...] = ()
     """Windows of the steps under load since then."""
+    trial: TrialPod | None = None
+    """None: all pods have it."""
+    passed_at: float | None = None
+    """When it had passed its trial and went to all pods."""
+    settle: float = 10.0
+    """Seconds after which it can be judged at the earliest."""
+
+    @property
+    def written_at(self) -> float:
+        """When all pods were to get it."""
+        return self.decision.at if self.passed_at is None else self.passed_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +102,9 @@ class Refused:
 
     knob: Knob
     value: int
-    """Values from here on (batchSize, kvCachePercent: upwards)."""
+    """Values from here on: upwards, or with `down` downwards (maxSequenceLength)."""
     until: float
+    down: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +132,7 @@ class State:
     arrivals: tuple[Arrivals, ...] = ()
     """Of the last half hour."""
     lengths: Lengths = field(default_factory=Lengths)
+    tail: Tail = field(default_factory=Tail)
     sizing: Sizing = field(default_factory=Sizing)
     usage: tuple[Usage, ...] = ()
     """Of the last five minutes, without a hole: cleared when a step knew too little or the settings changed."""

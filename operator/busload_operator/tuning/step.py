@@ -6,14 +6,16 @@ from dataclasses import dataclass, replace
 from busload_operator.tuning import words
 from busload_operator.tuning.decide import LOW_SECONDS, decide, overdue_replicas, replicas_meanwhile
 from busload_operator.tuning.diagnose import QUEUE, Diagnosis, diagnose
-from busload_operator.tuning.fit import MAX_ERROR, solve
-from busload_operator.tuning.headroom import Kappa
+from busload_operator.tuning.fit import MAX_ERROR, MIN_SAMPLES, solve
+from busload_operator.tuning.headroom import Errors, Kappa
+from busload_operator.tuning.lengths import with_length
 from busload_operator.tuning.memory import ask_for_less, follow_kills
 from busload_operator.tuning.need import ASSUMED_STARTUP, replica_plan
-from busload_operator.tuning.observe import SHOWN_SECONDS, Picture, observe, wait_seconds
+from busload_operator.tuning.observe import RELEARN_SECONDS, SHOWN_SECONDS, Picture, observe, wait_seconds
 from busload_operator.tuning.settings import Candidate, Situation
 from busload_operator.tuning.sizing import Plan, Sizing, changed
 from busload_operator.tuning.state import Pending, Phase, Recommended, State, Streak, Usage
+from busload_operator.tuning.trial import APPLY_SECONDS, SLOW_KNOBS, choose, in_force, is_first, settle_seconds
 from busload_operator.tuning.types import (
     Bottleneck,
     Bounds,
@@ -26,9 +28,10 @@ from busload_operator.tuning.types import (
     Reason,
     Result,
     Scaling,
+    Trial,
     Verdict,
 )
-from busload_operator.tuning.verify import APPLY_SECONDS, RETRY_SECONDS, Judgement, follow
+from busload_operator.tuning.verify import RETRY_SECONDS, Judgement, follow
 from busload_operator.tuning.window import PodWindow, View, view
 from busload_runtime.contract import Limits
 
@@ -44,6 +47,7 @@ class _Target:
 
     limits: Limits
     replicas: int
+    trial: Trial | None = None
 
 
 def step(state: State, inputs: Inputs) -> tuple[State, Result]:
@@ -88,6 +92,8 @@ def step(state: State, inputs: Inputs) -> tuple[State, Result]:
         limits=target.limits,
         replicas=target.replicas,
         hold=hold if hold is not None or situation is not None else diagnosis.evidence,
+        trial=target.trial,
+        disarmed=_disarmed(state),
     )
     return state, result
 
@@ -100,7 +106,9 @@ def _after_gap(state: State, inputs: Inputs) -> tuple[State, tuple[Decision, ...
         return replace(state, stepped_at=inputs.now), ()
     closed: tuple[Decision, ...] = ()
     if state.pending is not None:
-        text = f"the clock went from {last:.0f} to {inputs.now:.0f} s before it could be judged; it is kept."
+        text = (
+            f"the clock went from {last:.0f} to {inputs.now:.0f} s before it could be judged; {_left(state.pending)}."
+        )
         outcome = replace(state.pending.decision.outcome, verdict=Verdict.INCONCLUSIVE, message=text)
         closed = (replace(state.pending.decision, outcome=outcome),)
     learned = State(
@@ -108,7 +116,11 @@ def _after_gap(state: State, inputs: Inputs) -> tuple[State, tuple[Decision, ...
         fit=state.fit,
         output_length=state.output_length,
         lengths=state.lengths,
-        sizing=Sizing(kappa=Kappa(state.sizing.kappa.value, state.sizing.kappa.bad)),
+        tail=state.tail,
+        sizing=Sizing(
+            errors=Errors(prior=state.sizing.errors.sketch(), quantile=state.sizing.errors.quantile),
+            kappa=Kappa(state.sizing.kappa.value, state.sizing.kappa.bad),
+        ),
         kills=state.kills,
         startup_seconds=state.startup_seconds,
         stepped_at=inputs.now,
@@ -204,14 +216,16 @@ def _without_sight(state: State, picture: Picture) -> Diagnosis:
 
 def _in_force(state: State, inputs: Inputs) -> tuple[State, _Target]:
     """The inputs, moved into the bounds, or what an earlier step asked for and is not written yet."""
-    limits, replicas = inputs.limits, inputs.replicas
+    limits, replicas, trial = inputs.limits, inputs.replicas, None
     pending, restored = state.pending, state.restored
     since_change = inputs.now - state.changed_at if state.changed_at is not None else 0.0
     if restored is not None and (restored == limits or since_change > APPLY_SECONDS):
         restored = None
         state = replace(state, restored=None)
     if inputs.mode is Mode.AUTO:
-        if pending is not None and pending.applied_at is None and since_change <= APPLY_SECONDS:
+        if pending is not None and pending.trial is not None:
+            trial = in_force(pending)
+        elif pending is not None and pending.applied_at is None and since_change <= APPLY_SECONDS:
             # What no decision moves stays with the caller, who may have followed an edit of the spec meanwhile.
             after = pending.limits_after
             limits = replace(
@@ -220,12 +234,14 @@ def _in_force(state: State, inputs: Inputs) -> tuple[State, _Target]:
                 kv_cache_percent=after.kv_cache_percent,
                 token_budget=after.token_budget,
             )
+            if pending.decision.knob is Knob.MAX_SEQUENCE_LENGTH:
+                limits = with_length(limits, after.max_sequence_length)
             replicas = pending.replicas_after
         elif restored is not None:
             limits = restored
     limits = _within(limits, inputs.bounds)
     replicas = inputs.bounds.replicas.clamp(replicas) if inputs.scaling is Scaling.OBSERVED else inputs.replicas
-    return state, _Target(limits, replicas)
+    return state, _Target(limits, replicas, trial)
 
 
 def _within(limits: Limits, bounds: Bounds) -> Limits:
@@ -257,12 +273,16 @@ def _verify(
     else:
         judged = follow(pending, inputs, picture, law, missed, killed)
     state = replace(state, pending=judged.pending)
+    if judged.passed is not None:
+        state = replace(state, changed_at=inputs.now)
+        target = _Target(_within(pending.limits_after, inputs.bounds), target.replicas)
     if judged.refused is not None:
         kept = tuple(r for r in state.refused if r.until > inputs.now)
         state = replace(state, refused=(*kept, judged.refused))
     if judged.closed is None:
         return state, (), target
     state = replace(state, streak=Streak(), usage=())
+    target = replace(target, trial=None)
     if judged.put_back:
         limits = _within(pending.limits_before, inputs.bounds)
         state = replace(state, restored=limits, changed_at=inputs.now)
@@ -275,23 +295,33 @@ def _hold(state: State, inputs: Inputs, picture: Picture, target: _Target) -> st
     if inputs.mode is Mode.OFF:
         return "Tuning is off (spec.tuning.mode)."
     if state.pending is not None:
-        d = state.pending.decision
-        return f"Change {d.id} ({d.knob} {d.before} -> {d.after}) is on trial, its outcome is not known yet."
+        d, trial = state.pending.decision, state.pending.trial
+        where = "" if trial is None else f" in pod {trial.pod} alone"
+        return f"Change {d.id} ({d.knob} {d.before} -> {d.after}) is on trial{where}, its outcome is not known yet."
     if not picture.majority:
         speak = f"{len(picture.windows)} of {words.count(len(picture.ready), 'ready pod')} gave usable numbers"
         late = tuple(f"{pod}: still runs limits older than generation {inputs.generation}" for pod in picture.outdated)
         why = "; ".join((*picture.silent, *late))
         return f"Only {speak} in this step{f' ({why})' if why else ''}, so nothing is changed."
-    if state.disarmed_at is not None:
-        return (
-            f"The step law misses step times by {words.percent(state.model_error)} ({words.percent(MAX_ERROR)} are "
-            "allowed), so nothing is predicted from it: settings stay and no replica goes until it fits again."
-        )
+    if (disarmed := _disarmed(state)) is not None:
+        return disarmed
     if state.restored is not None:
         return "The limits before the last change are being put back."
+    if inputs.trial is not None:
+        return f"What {inputs.trial.pod} tried alone is being ended."
     if target != _Target(inputs.limits, inputs.replicas):
         return "The limits or replicas in force are outside spec.bounds and are being moved inside."
     return None
+
+
+def _disarmed(state: State) -> str | None:
+    if state.disarmed_at is None:
+        return None
+    return (
+        f"The step law misses step times by {words.percent(state.model_error)} ({words.percent(MAX_ERROR)} are "
+        "allowed), so nothing is predicted from it: settings stay and no replica goes until it fits again; after "
+        f"{RELEARN_SECONDS:.0f} s it is learned anew, from {MIN_SAMPLES} windows on."
+    )
 
 
 def _less_memory(
@@ -303,12 +333,12 @@ def _less_memory(
         return state, None, (), target, found
     interrupted: tuple[Decision, ...] = ()
     if (pending := state.pending) is not None:
-        text = "a pod was killed for its memory before it could be judged; it is kept."
+        text = f"a pod was killed for its memory before it could be judged; {_left(pending)}."
         outcome = replace(pending.decision.outcome, verdict=Verdict.INCONCLUSIVE, message=text)
         interrupted = (replace(pending.decision, outcome=outcome),)
     after, decision = found
     assert after.pending is not None, "a decision was made"
-    return after, decision, interrupted, replace(target, limits=after.pending.limits_after), None
+    return after, decision, interrupted, replace(target, limits=after.pending.limits_after, trial=None), None
 
 
 def _overdue(situation: Situation, picture: Picture) -> Candidate | None:
@@ -319,6 +349,8 @@ def _overdue(situation: Situation, picture: Picture) -> Candidate | None:
         return overdue_replicas(situation) if situation.state.disarmed_at is not None else None
     if pending.decision.knob is Knob.REPLICAS:
         return replicas_meanwhile(situation)
+    if is_first(pending, situation.inputs.now):
+        return None
     if pending.decision.reason is Reason.LOW_USE:
         return None
     return overdue_replicas(situation)
@@ -345,12 +377,15 @@ def _change(
     if s.inputs.mode is Mode.RECOMMEND:
         return _recommend(state, decision, target)
     before = _before(s)
+    trial = choose(_before_windows(s), _speaking(s)) if found.knob in SLOW_KNOBS else None
+    if trial is not None:
+        decision = replace(decision, message=f"{decision.message} {trial.pod} alone tries it first.")
     tokens = before.tokens_per_second / before.pods * s.ready if before is not None else None
     span = (before.start, before.end) if before is not None else None
     decision = replace(decision, outcome=Outcome(Verdict.PENDING, tokens, span_before=span))
     interrupted: tuple[Decision, ...] = ()
     if state.pending is not None:
-        text = "the number of replicas was changed before it could be judged; it is kept."
+        text = f"the number of replicas was changed before it could be judged; {_left(state.pending)}."
         outcome = replace(state.pending.decision.outcome, verdict=Verdict.INCONCLUSIVE, message=text)
         interrupted = (replace(state.pending.decision, outcome=outcome),)
     pending = Pending(
@@ -364,6 +399,8 @@ def _change(
         inter_token_before=before.itl if before is not None else None,
         prefill_before=before.prefill_per_busy_second if before is not None else 0.0,
         span_before=span,
+        trial=trial,
+        settle=settle_seconds(decision, before.itl if before is not None else None),
     )
     if found.knob is Knob.REPLICAS:
         lead = state.startup_seconds or ASSUMED_STARTUP
@@ -371,17 +408,34 @@ def _change(
     state = replace(
         state, next_id=state.next_id + 1, pending=pending, changed_at=now, streak=Streak(), usage=(), restored=None
     )
+    if trial is not None:
+        return state, decision, interrupted, _Target(s.inputs.limits, s.inputs.replicas, in_force(pending)), None
     return state, decision, interrupted, _Target(found.limits, found.replicas), None
 
 
+def _left(pending: Pending) -> str:
+    """What becomes of a change whose trial ends unjudged."""
+    return "it is kept" if pending.trial is None else f"it was ended on {pending.trial.pod}"
+
+
+def _speaking(s: Situation) -> tuple[str, ...]:
+    """Ready pods that gave windows lately."""
+    ready = {sample.pod for sample in s.inputs.pods if sample.ready}
+    return tuple(sorted(ready & {w.pod for w in s.state.windows}))
+
+
 def _before(s: Situation) -> View | None:
+    return view(_before_windows(s))
+
+
+def _before_windows(s: Situation) -> tuple[PodWindow, ...]:
     """The service under load before a change. The window in which the queue began is not part of it, unless it was
     loaded from its start."""
     streak = s.state.streak
-    windows = (w for w in s.state.windows if w.start >= streak.since and w.generation >= s.inputs.generation)
     if streak.phase is Phase.CALM:
-        return None
-    return view(w for w in windows if w.end > streak.first_end or w.loaded)
+        return ()
+    windows = (w for w in s.state.windows if w.start >= streak.since and w.generation >= s.inputs.generation)
+    return tuple(w for w in windows if w.end > streak.first_end or w.loaded)
 
 
 def _recommend(

@@ -53,6 +53,7 @@ class Reason(StrEnum):
     OFFERED_WORK = "OfferedWork"
     OUT_OF_MEMORY = "OutOfMemory"
     NEARLY_FULL = "NearlyFull"
+    REQUESTS_TOO_LONG = "RequestsTooLong"
     INTER_TOKEN_OBJECTIVE_MISSED = "InterTokenObjectiveMissed"
     LOW_USE = "LowUse"
 
@@ -120,6 +121,14 @@ class PodSample:
 
 
 @dataclass(frozen=True, slots=True)
+class Trial:
+    """Limits that one pod tries before the others get them (the limits document's `trial`)."""
+
+    pod: str
+    limits: Limits
+
+
+@dataclass(frozen=True, slots=True)
 class Inputs:
     """Everything `step` knows. `limits`, `generation` and `replicas` are what is in force (written) now."""
 
@@ -133,6 +142,8 @@ class Inputs:
     objectives: Objectives
     mode: Mode
     scaling: Scaling
+    trial: Trial | None = None
+    """Written now, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,3 +260,7 @@ class Result:
     replicas: int
     hold: str | None
     """Why nothing is changed although something would be, or why the data cannot be used; None: nothing to do."""
+    trial: Trial | None = None
+    """What one pod should try."""
+    disarmed: str | None = None
+    """By how much the step law misses step times, when that is more than it may, and when it is used again."""

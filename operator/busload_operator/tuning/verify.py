@@ -8,33 +8,35 @@ from busload_operator.tuning.diagnose import IDLE_BATCH
 from busload_operator.tuning.fit import MAX_ERROR
 from busload_operator.tuning.observe import Picture
 from busload_operator.tuning.state import Pending, Refused
+from busload_operator.tuning.trial import (
+    APPLY_SECONDS,
+    BAND,
+    COMPARED_SECONDS,
+    SETTLE_SECONDS,
+    SLOW_KNOBS,
+    follow_trial,
+)
 from busload_operator.tuning.types import Decision, Inputs, Knob, Law, Outcome, Reason, Verdict
 from busload_operator.tuning.window import PodWindow, view
 
-APPLY_SECONDS = 60.0
-"""In which the new values must be written and the pods must run them."""
 READY_SECONDS = 300.0
 """In which a new replica must be ready."""
-SETTLE_SECONDS = 10.0
 TRANSIENT_SECONDS = 10.0
 """After a change throughput and token times still show the prompts that fill the new places."""
 JUDGE_SECONDS = 120.0
 """In which a setting is judged, on whatever was seen."""
 LOADED_STEPS = 3
 """Windows per pod under load that a comparison needs."""
-COMPARED_SECONDS = 30.0
-"""The newest seconds that are compared; a change of the KV fraction needs as many, because with preemptions throughput
-comes in waves."""
 LOADED_STEPS_AT_LEAST = 2
 """The same when the load ends early."""
 QUIET_STEPS = 3
 """Steps in a row without load after which no further load is waited for."""
 CALM_SECONDS = 60.0
 """Without a missed objective after which a smaller setting is found good."""
-BAND = 0.10
-"""Throughput this much lower is worse, this much higher is better."""
 RETRY_SECONDS = 600.0
 """In which a value that did not help is not tried again."""
+WORTH_IT_SECONDS = 1800.0
+"""In which a lower sequence length that was worth it is not raised again for the requests it turns away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class Judgement:
 
     pending: Pending | None
     closed: Decision | None = None
+    passed: str | None = None
+    """What its trial in one pod showed, in the step in which it goes on to all."""
     put_back: bool = False
     refused: Refused | None = None
 
@@ -52,18 +56,21 @@ def follow(
 ) -> Judgement:
     """One step further. `missed`: the wait in this step's windows is over the objective; `killed`: pods that were
     killed for their memory since the last step."""
+    if pending.trial is not None:
+        return _follow_trial(pending, inputs, picture, killed)
     if inputs.limits != pending.limits_after or inputs.replicas != pending.replicas_after:
-        if pending.applied_at is None and inputs.now - pending.decision.at <= APPLY_SECONDS:
+        if pending.applied_at is None and inputs.now - pending.written_at <= APPLY_SECONDS:
             return Judgement(pending)
         return _close(pending, Verdict.INCONCLUSIVE, "the values in force were changed from outside")
     if pending.decision.reason is Reason.OUT_OF_MEMORY:
         return _follow_less_memory(pending, inputs, picture, killed)
+    lowered = pending.decision.reason in (Reason.LOW_USE, Reason.REQUESTS_TOO_LONG)
     of_setting = pending.decision.knob is not Knob.REPLICAS and pending.decision.reason is not Reason.LOW_USE
     if of_setting and (judged := _follow_pods(pending, inputs, killed)) is not None:
         return judged
     if pending.applied_at is None:
         return _await(pending, inputs, picture)
-    if pending.decision.reason is Reason.LOW_USE:
+    if lowered:
         return _follow_lowered(pending, inputs, missed)
     if pending.decision.reason is Reason.OFFERED_WORK:
         return _follow_bought(pending, inputs, missed)
@@ -73,6 +80,21 @@ def follow(
     return _follow_setting(pending, inputs, law)
 
 
+def _follow_trial(pending: Pending, inputs: Inputs, picture: Picture, killed: tuple[str, ...]) -> Judgement:
+    """While one pod alone has it: passed, it goes to all; else it ends there, and no other pod ever had it."""
+    if inputs.limits != pending.limits_before or inputs.replicas != pending.replicas_before:
+        return _close(pending, Verdict.INCONCLUSIVE, "the values in force were changed from outside; its trial ended")
+    found = follow_trial(pending, inputs, picture, killed)
+    if found.passed is None:
+        return Judgement(found.pending)
+    if found.passed:
+        assert found.pending.trial is not None
+        return Judgement(replace(found.pending, trial=None, passed_at=inputs.now), passed=found.text)
+    if not found.tried:
+        return _close(pending, Verdict.INCONCLUSIVE, found.text)
+    return _put_back(pending, inputs, found.text)
+
+
 def _follow_pods(pending: Pending, inputs: Inputs, killed: tuple[str, ...]) -> Judgement | None:
     """A setting is compared on the pods that ran before it. One that went down after it may have done so because of
     it (a larger batch or KV cache needs memory); one that is gone was replaced, by an update say, and tells nothing."""
@@ -80,6 +102,8 @@ def _follow_pods(pending: Pending, inputs: Inputs, killed: tuple[str, ...]) -> J
     if down := [pod for pod in pending.pods if ready.get(pod) is False or pod in killed]:
         what = "was killed for its memory" if set(down) & set(killed) else "stopped being ready"
         judged = _put_back(pending, inputs, f"{', '.join(down[:3])} {what} after it; it was put back")
+        if _is_shorter(pending.decision):
+            return judged
         # A pod that goes down costs its requests: nothing in between is tried for a while either.
         refused = Refused(pending.decision.knob, pending.decision.before + 1, inputs.now + RETRY_SECONDS)
         return replace(judged, refused=refused)
@@ -91,7 +115,7 @@ def _follow_pods(pending: Pending, inputs: Inputs, killed: tuple[str, ...]) -> J
 def _await(pending: Pending, inputs: Inputs, picture: Picture) -> Judgement:
     """Until the pods run it: the values are written, the pods must report the generation or be ready."""
     decision = pending.decision
-    passed = inputs.now - decision.at
+    passed = inputs.now - pending.written_at
     if decision.knob is Knob.REPLICAS:
         if decision.after < decision.before:
             return Judgement(replace(pending, applied_at=inputs.now))
@@ -144,18 +168,18 @@ def _follow_setting(pending: Pending, inputs: Inputs, law: Law | None) -> Judgem
     """Better is believed at once; worse or equal only on windows after the transient, with prompts no heavier than
     before: while new places are being filled, prompts take the time of tokens."""
     decision = pending.decision
-    passed = inputs.now - decision.at
-    if passed < SETTLE_SECONDS:
+    passed = inputs.now - pending.written_at
+    if passed < pending.settle:
         return Judgement(pending)
     if _enough(decision, pending.loaded):
         judged = _compare(pending, inputs, pending.loaded)
         if judged.closed is not None and judged.closed.outcome.verdict is Verdict.CONFIRMED:
             return judged
-    settled = tuple(w for w in pending.loaded if w.start >= decision.at + TRANSIENT_SECONDS)
+    settled = tuple(w for w in pending.loaded if w.start >= pending.written_at + max(TRANSIENT_SECONDS, pending.settle))
     recent = _newest(settled)
     if _enough(decision, recent) and _more_prefill(pending, recent, law) <= BAND:
         return _compare(pending, inputs, recent)
-    if pending.quiet < QUIET_STEPS and passed <= JUDGE_SECONDS:
+    if pending.quiet < QUIET_STEPS and passed <= JUDGE_SECONDS + pending.settle:
         return Judgement(pending)
     if _steps(pending.loaded) < LOADED_STEPS_AT_LEAST:
         return _close(pending, Verdict.INCONCLUSIVE, "the load ended before it could be judged; it is kept")
@@ -188,7 +212,7 @@ def _more_prefill(pending: Pending, windows: tuple[PodWindow, ...], law: Law | N
 def _enough(decision: Decision, windows: tuple[PodWindow, ...]) -> bool:
     if _steps(windows) < LOADED_STEPS:
         return False
-    if decision.knob is Knob.KV_CACHE_PERCENT:
+    if decision.knob in SLOW_KNOBS:
         return windows[-1].end - windows[0].start >= COMPARED_SECONDS
     return True
 
@@ -212,7 +236,11 @@ def _compare(pending: Pending, inputs: Inputs, windows: tuple[PodWindow, ...]) -
         missed = f"a token takes {words.seconds(itl)}, over the objective of {words.seconds(tau)}"
         return _put_back(pending, inputs, f"{change}, but {missed}; it was put back", tokens, windows)
     if tokens > (1 + BAND) * before:
-        return _close(pending, Verdict.CONFIRMED, change, tokens, windows)
+        judged = _close(pending, Verdict.CONFIRMED, change, tokens, windows)
+        return replace(judged, refused=_worth_it(pending.decision, inputs.now))
+    if _is_shorter(pending.decision):
+        text = f"{change}, within the noise, so it would turn requests away for nothing; it was put back"
+        return _put_back(pending, inputs, text, tokens, windows)
     judged = _close(pending, Verdict.INCONCLUSIVE, f"{change}, within the noise; it is kept", tokens, windows)
     # More of the same is not tried at once.
     more = Refused(pending.decision.knob, pending.decision.after + 1, inputs.now + RETRY_SECONDS)
@@ -303,10 +331,24 @@ def _put_back(
     pending: Pending, inputs: Inputs, text: str, tokens: float | None = None, windows: tuple[PodWindow, ...] = ()
 ) -> Judgement:
     before, after = pending.decision.before, pending.decision.after
+    if _is_shorter(pending.decision):
+        refused = Refused(pending.decision.knob, after, inputs.now + RETRY_SECONDS, down=True)
+        return replace(_close(pending, Verdict.ROLLED_BACK, text, tokens, windows), put_back=True, refused=refused)
     # A batch half as far away may be tried next; a KV fraction is left alone.
     from_here = (before + after) // 2 + 1 if pending.decision.knob is Knob.BATCH_SIZE else before + 1
     refused = Refused(pending.decision.knob, from_here, inputs.now + RETRY_SECONDS)
     return replace(_close(pending, Verdict.ROLLED_BACK, text, tokens, windows), put_back=True, refused=refused)
+
+
+def _is_shorter(decision: Decision) -> bool:
+    return decision.knob is Knob.MAX_SEQUENCE_LENGTH and decision.after < decision.before
+
+
+def _worth_it(decision: Decision, now: float) -> Refused | None:
+    """Keeps a lower sequence length that helped from being raised at once by the requests it turns away."""
+    if not _is_shorter(decision):
+        return None
+    return Refused(decision.knob, decision.after + 1, now + WORTH_IT_SECONDS)
 
 
 def _close(

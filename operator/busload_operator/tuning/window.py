@@ -6,6 +6,7 @@ A pod that is silent, stands still or reports what cannot be true is set aside b
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from busload_operator.tuning.counters import CUMULATIVE, OPTIONAL_SAMPLES, SAMPLES, Counters
 from busload_operator.tuning.types import PodSample
@@ -73,6 +74,12 @@ class PodWindow:
     """Requests whose time to first token was compared with its objective."""
     missed: float | None = None
     """Objectives missed, of both kinds."""
+    turned_away: float | None = None
+    """Requests refused or cut off by `maxSequenceLength`."""
+    finished_prompt_tokens: float | None = None
+    """Prompt tokens of the requests that `finished` counts."""
+    sequence_lengths: tuple[float, ...] | None = None
+    """Of them, those at most as long (prompt and output) as each of `SEQUENCE_LENGTHS`."""
 
     @property
     def batch(self) -> float:
@@ -140,6 +147,9 @@ def _impossible_level(counters: Counters) -> str | None:
         value = getattr(counters, name)
         if value is not None and (not math.isfinite(value) or value < 0):
             return f"{sample} is {value:g}, which cannot be"
+    lengths = counters.sequence_lengths or ()
+    if any(not 0 <= shorter <= longer < math.inf for shorter, longer in pairwise((0.0, *lengths))):
+        return "busload_sequence_length_tokens counts fewer requests up to a larger length, which cannot be"
     if counters.kv_blocks_free > counters.kv_blocks:
         return f"{counters.kv_blocks_free:g} KV blocks are free of {counters.kv_blocks:g}, which cannot be"
     if counters.batch_size < 1:
@@ -183,6 +193,9 @@ def _difference(pod: str, base: Base, fresh: Base) -> PodWindow:
         prompt_tokens_arrived=_more(old, new, "prompt_tokens_arrived"),
         judged=_more(old, new, "ttft_judged"),
         missed=_more(old, new, "ttft_missed", "itl_missed"),
+        turned_away=_more(old, new, "too_long", "answers_cut"),
+        finished_prompt_tokens=_more(old, new, "finished_prompt_tokens"),
+        sequence_lengths=_more_lengths(old.sequence_lengths, new.sequence_lengths),
         **delta,
     )
 
@@ -196,6 +209,13 @@ def _more(old: Counters, new: Counters, *names: str) -> float | None:
             return None
         total += after - before
     return total
+
+
+def _more_lengths(old: tuple[float, ...] | None, new: tuple[float, ...] | None) -> tuple[float, ...] | None:
+    if old is None or new is None or len(old) != len(new):
+        return None
+    grown = tuple(after - before for before, after in zip(old, new, strict=True))
+    return grown if all(count >= 0 for count in grown) else None
 
 
 def _implausible(window: PodWindow) -> str | None:

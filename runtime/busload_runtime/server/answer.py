@@ -145,6 +145,7 @@ class _Call(Generic[Body]):
             submits,
             lambda: TextStream(tokenizer.token_bytes, stop, min_tokens),
             None if body.num_logprobs() is None else lambda text: ScoredText(text, tokenizer),
+            body.token_limit(),
         )
 
     async def _whole(self, body: Body) -> Response:

@@ -42,6 +42,8 @@ class Choice:
     submitted_at: float
     scored: ScoredText | None = None
     """Reads `text` for a request that asks for log-probabilities."""
+    cut_after: int | None = None
+    """Output tokens after which the sequence limit ends it although its client allowed more; None: it never does."""
     waits: bool = True
     finish_reason: str | None = None
     output_tokens: int = 0
@@ -73,12 +75,23 @@ class Generation:
         submits: Sequence[Submit],
         text: Callable[[], TextStream],
         scored: Callable[[TextStream], ScoredText] | None = None,
+        allowed: int | None = None,
     ) -> None:
-        """Sends the sequences to the engine, in the order of the choices. Raises `ApiError` 429 or 500."""
+        """Sends the sequences to the engine, in the order of the choices. Raises `ApiError` 429 or 500.
+
+        `allowed`: output tokens that the client allows each of them; None: any number.
+        """
         self.admission.queue_tokens(sum(len(submit.tokens) for submit in submits), self.trace.tenant)
         now = time.monotonic()
         self.choices = [
-            Choice(index, submit.request_id, len(submit.tokens), text(), submitted_at=now)
+            Choice(
+                index,
+                submit.request_id,
+                len(submit.tokens),
+                text(),
+                submitted_at=now,
+                cut_after=submit.max_tokens if allowed is None or allowed > submit.max_tokens else None,
+            )
             for index, submit in enumerate(submits)
         ]
         # All count before the first is sent: if that fails, `close` counts each as finished.
@@ -223,6 +236,9 @@ class Generation:
         metrics, prompt, output = self.metrics, choice.prompt_tokens, choice.output_tokens
         metrics.output_length.observe(output)
         metrics.served(self.trace.tenant.label, prompt + output)
+        metrics.sequence_length.observe(prompt + output)
+        if choice.finish_reason == "length" and choice.cut_after is not None and output >= choice.cut_after:
+            metrics.answers_cut.inc()
         metrics.finished_prompt_tokens.inc(prompt)
         metrics.finished_kv_token_steps.inc(output * (prompt + output / 2))
         if output > 1:

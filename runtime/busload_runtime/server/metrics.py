@@ -97,6 +97,8 @@ class Metrics(Collector):
         self.queue_wait = self._histogram("busload_queue_wait_seconds")
         self.prompt_length = self._histogram("busload_prompt_length_tokens")
         self.output_length = self._histogram("busload_output_length_tokens")
+        self.sequence_length = self._histogram("busload_sequence_length_tokens")
+        self.answers_cut = self._counter("busload_answers_cut_total")
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
         ProcessCollector(namespace="busload_engine", pid=self._engine_pid, registry=self._registry)

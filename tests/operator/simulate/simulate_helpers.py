@@ -2,11 +2,10 @@
 
 from dataclasses import fields, replace
 
-from busload_operator.simulate.hardware import HARDWARE, Hardware, StepLaw
-from busload_operator.simulate.policy import Look
+from busload_operator.simulate.hardware import HARDWARE, Hardware
 from busload_operator.simulate.run import Setup
-from busload_operator.tuning import Bounds, Counters, Objectives, PodSample, Range
-from busload_runtime.contract import Limits
+from busload_operator.tuning import Bounds, Counters, Inputs, Mode, Objectives, PodSample, Range, Scaling
+from busload_runtime.contract import Limits, StepLaw
 
 LIMITS = Limits(2048, 16, 90, 256, 10_000, 10_000_000)
 BOUNDS = Bounds(Range(1024, 2048), Range(20, 90), Range(1, 64), 8, Range(1, 8))
@@ -30,7 +29,7 @@ def setup(machine: Hardware | None = None, limits: Limits = LIMITS, replicas: in
 
 
 def counters(**values: float) -> Counters:
-    base = {field.name: 0.0 for field in fields(Counters)} | {
+    base = {field.name: 0.0 for field in fields(Counters) if field.name != "sequence_lengths"} | {
         "kv_blocks": 100.0,
         "kv_blocks_free": 100.0,
         "kv_block_size": 16.0,
@@ -39,7 +38,7 @@ def counters(**values: float) -> Counters:
     return Counters(**(base | values))
 
 
-def look(now: float, replicas: int, *pods: Counters | None) -> Look:
+def look(now: float, replicas: int, *pods: Counters | None) -> Inputs:
     """Pods without counters are starting."""
     samples = tuple(PodSample(f"pod-{i}", now, c, ready=c is not None) for i, c in enumerate(pods, 1))
-    return Look(now, samples, LIMITS, 1, replicas, BOUNDS, OBJECTIVES)
+    return Inputs(now, samples, LIMITS, 1, replicas, BOUNDS, OBJECTIVES, Mode.AUTO, Scaling.OBSERVED)

@@ -12,11 +12,9 @@ import pytest
 from hypothesis import given, settings
 from simulate_helpers import hardware
 
-from busload_operator.simulate.hardware import StepLaw
 from busload_operator.simulate.replica import Job, Replica
 from busload_operator.simulate.workload import Arrival
-from busload_runtime import contract
-from busload_runtime.contract import Limits, Pace
+from busload_runtime.contract import Limits, Pace, StepLaw
 from busload_runtime.engine.loop import Engine
 from busload_runtime.engine.memory import Budget, MemoryPlan
 from busload_runtime.engine.messages import Stats, Submit
@@ -112,7 +110,7 @@ def engine_run(
         Pace,
         st.none() | st.floats(0.05, 5.0),
         st.none() | st.floats(0.005, 0.1),
-        st.just(contract.StepLaw(LAW.a, LAW.b, LAW.c, LAW.d)),
+        st.just(LAW),
     ),
 )
 def test_a_simulated_pod_is_the_engine(

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from simulate_helpers import setup
 
-from busload_operator.simulate.hardware import SetupError, StepLaw
+from busload_operator.simulate.hardware import SetupError, parse_law
 from busload_operator.simulate.replica import Job, Replica
 from busload_operator.simulate.traces import RateDay, is_rates, read_arrivals, read_lengths, read_rates
 from busload_operator.simulate.workload import Arrival, Lengths, by_rate, cut, diurnal, flat, prompt_tokens, repeat
+from busload_runtime.contract import StepLaw
 
 ONE = Lengths(((100, 10),))
 
@@ -159,7 +160,7 @@ def test_impossible_rates_are_told(rate: float) -> None:
 
 
 def test_laws_are_read_and_checked() -> None:
-    assert StepLaw.parse("a=0.01, d=0.0001") == StepLaw(0.01, 0.0, 0.0, 0.0001)
+    assert parse_law("a=0.01, d=0.0001") == StepLaw(0.01, 0.0, 0.0, 0.0001)
     for text in ("", "a=x", "e=1", "a", "a=-1", "a=nan", "c=1"):
         with pytest.raises(SetupError, match="step law"):
-            StepLaw.parse(text)
+            parse_law(text)

@@ -8,10 +8,11 @@ from simulate_helpers import LIMITS, OBJECTIVES, counters, hardware, look, setup
 from busload_operator.simulate import compare
 from busload_operator.simulate.baselines import Busy, Concurrency, Saturation, TokenCapacity, Waiting
 from busload_operator.simulate.clairvoyant import Clairvoyant, capacity
-from busload_operator.simulate.hardware import SetupError, StepLaw
+from busload_operator.simulate.hardware import SetupError
 from busload_operator.simulate.policy import Policy
 from busload_operator.simulate.workload import Arrival, Lengths, flat
 from busload_operator.tuning import Counters
+from busload_runtime.contract import StepLaw
 
 
 def wanted(policy: Policy, now: float, replicas: int, *pods: Counters | None) -> int:

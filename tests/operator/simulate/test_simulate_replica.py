@@ -6,12 +6,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given, settings
 
-from busload_operator.simulate.hardware import HARDWARE, Hardware, SetupError, StepLaw
+from busload_operator.simulate.hardware import HARDWARE, Hardware, SetupError
 from busload_operator.simulate.replica import Job, Replica
 from busload_operator.simulate.workload import Arrival
 from busload_operator.tuning.counters import CUMULATIVE
-from busload_runtime import contract
-from busload_runtime.contract import Limits, Pace
+from busload_runtime.contract import Limits, Pace, StepLaw
 from busload_runtime.engine.scheduler import Scheduler
 
 SMALL = Limits(400, 4, 100, 64, 1000, 1_000_000)
@@ -99,7 +98,7 @@ def test_skipping_ahead_equals_stepping_one_by_one(
     token_gap: float | None,
 ) -> None:
     machine = hardware(kv_tokens, noise)
-    pace = Pace(late_after, token_gap, contract.StepLaw(LAW.a, LAW.b, LAW.c, LAW.d))
+    pace = Pace(late_after, token_gap, LAW)
     fast = drive(pod(machine, pace=pace), load, changes, scrape)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Scheduler, "decode_steps", lambda self, most, now: 0)

@@ -9,12 +9,13 @@ import pytest
 from simulate_helpers import BOUNDS, LIMITS, hardware, setup
 
 from busload_operator.simulate.fleet import Fault, FaultKind, Router
-from busload_operator.simulate.hardware import SetupError, StepLaw
-from busload_operator.simulate.policy import Action, Look, Static, Tuner
+from busload_operator.simulate.hardware import SetupError
+from busload_operator.simulate.policy import Action, Static, Tuner
 from busload_operator.simulate.report import as_json, summarise
 from busload_operator.simulate.run import Outcome, Setup, simulate
 from busload_operator.simulate.workload import Arrival, Lengths, flat
-from busload_operator.tuning import Range
+from busload_operator.tuning import Inputs, Range
+from busload_runtime.contract import StepLaw
 
 
 def poisson(rate: float, count: int, lengths: list[tuple[int, int]], seed: int = 1) -> list[Arrival]:
@@ -94,7 +95,7 @@ class Steps:
     def __init__(self, *steps: tuple[float, int]) -> None:
         self._steps = steps
 
-    def __call__(self, look: Look) -> Action:
+    def __call__(self, look: Inputs) -> Action:
         return Action(look.limits, [n for at, n in self._steps if look.now >= at][-1])
 
 
@@ -165,14 +166,14 @@ class Watch:
     """Keeps what it is shown."""
 
     def __init__(self) -> None:
-        self.looks: list[Look] = []
+        self.looks: list[Inputs] = []
 
-    def __call__(self, look: Look) -> Action:
+    def __call__(self, look: Inputs) -> Action:
         self.looks.append(look)
         return Action(look.limits, look.replicas)
 
 
-def watch(kind: FaultKind, **changes: float) -> list[Look]:
+def watch(kind: FaultKind, **changes: float) -> list[Inputs]:
     load = [Arrival(0.5 * t, 20, 20) for t in range(240)]
     watcher = Watch()
     simulate(load, setup(replicas=2, faults=(Fault(kind, 1, 30.0, 40.0),), **changes), watcher)
@@ -224,7 +225,7 @@ def test_settings_before_replicas_in_the_loop() -> None:
 
 def test_limits_reach_the_pods_after_the_delay() -> None:
     class Once(Watch):
-        def __call__(self, look: Look) -> Action:
+        def __call__(self, look: Inputs) -> Action:
             super().__call__(look)
             return Action(replace(look.limits, batch_size=8), look.replicas)
 

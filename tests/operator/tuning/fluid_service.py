@@ -19,12 +19,14 @@ from busload_operator.tuning import (
     Result,
     Scaling,
     State,
+    Trial,
     step,
 )
 from busload_operator.tuning.counters import CUMULATIVE
-from busload_runtime.contract import Limits
+from busload_runtime.contract import SEQUENCE_LENGTHS, Limits
 
 BLOCK = 16
+COUNTED = ("prompt_tokens_arrived", "finished_prompt_tokens", "too_long", "answers_cut")
 
 LIMITS = Limits(
     max_sequence_length=2048,
@@ -52,6 +54,12 @@ class Request:
     computed: int = 0
     made: int = 0
     started: bool = False
+    cut: bool = False
+    asked: int = 0
+    """Prompt tokens as they came; what was computed before a preemption is added to `prompt`."""
+
+    def __post_init__(self) -> None:
+        self.asked = self.prompt
 
 
 @dataclass(frozen=True)
@@ -74,11 +82,23 @@ class Pod:
     queue: list[Request] = field(default_factory=list)
     running: list[Request] = field(default_factory=list)
     sums: dict[str, float] = field(default_factory=dict)
+    lengths: list[int] = field(default_factory=lambda: [0] * len(SEQUENCE_LENGTHS))
     step_left: float = 0.0
     finish: Callable[[], None] | None = None
     noise: float = 0.0
     """Step times scatter by this share."""
     random: Random = field(default_factory=lambda: Random(7))
+
+    def take(self, request: Request) -> None:
+        """As a pod does: a prompt that is too long is refused, an answer that is, cut off."""
+        room = self.limits.max_sequence_length - request.prompt
+        if room < 1:
+            self.add(too_long=1)
+            return
+        request.cut = request.output > room
+        request.output = min(request.output, room)
+        self.queue.append(request)
+        self.add(arrived=1, prompt_tokens_arrived=request.prompt)
 
     def add(self, **values: float) -> None:
         for key, value in values.items():
@@ -164,7 +184,10 @@ class Pod:
                 self.add(ttft_sum=self.clock - r.arrived, ttft_count=1)
             if r.made >= r.output:
                 self.running.remove(r)
-                self.add(finished=1, output_tokens_sum=r.made)
+                length = r.prompt + r.made
+                self.add(finished=1, output_tokens_sum=length - r.asked, finished_prompt_tokens=r.asked)
+                self.add(answers_cut=r.cut)
+                self.lengths = [n + (length <= bound) for n, bound in zip(self.lengths, SEQUENCE_LENGTHS, strict=True)]
 
     def counters(self) -> Counters:
         names = [name for name in CUMULATIVE if name != "clock"]
@@ -180,7 +203,8 @@ class Pod:
             batch_size=self.limits.batch_size,
             kv_cache_percent=self.limits.kv_cache_percent,
             token_budget=self.limits.token_budget,
-            **{name: self.sums.get(name, 0.0) for name in names},
+            sequence_lengths=tuple(map(float, self.lengths)),
+            **{name: self.sums.get(name, 0.0) for name in (*names, *COUNTED)},
         )
 
 
@@ -209,6 +233,7 @@ class Service:
         self.mode, self.scaling, self.startup, self.scrape, self.blocks = mode, scaling, startup, scrape, blocks
         self.limits, self.generation, self.replicas, self.tamper = limits, 1, replicas, tamper
         self.noise = noise
+        self.trial: Trial | None = None
         self.now, self.state, self.made = 1000.0, State.initial(), 0
         self.pods: list[Pod] = []
         self.results: list[tuple[float, Result]] = []
@@ -224,8 +249,7 @@ class Service:
         for _ in range(count):
             ready = [p for p in self.pods if p.ready_at <= self.now]
             pod = min(ready, key=lambda p: len(p.queue) + len(p.running))
-            pod.queue.append(Request(prompt, output, pod.clock))
-            pod.add(arrived=1)
+            pod.take(Request(prompt, output, pod.clock))
 
     @property
     def open_requests(self) -> int:
@@ -263,18 +287,22 @@ class Service:
             objectives=self.objectives,
             mode=self.mode,
             scaling=self.scaling,
+            trial=self.trial,
         )
         self.state, result = step(self.state, inputs)
         self.results.append((self.now, result))
         self.tokens_at[self.now] = sum(p.sums.get("generated_tokens", 0.0) for p in self.pods)
-        if result.limits != self.limits:
-            self.limits = result.limits
+        if (result.limits, result.trial) != (self.limits, self.trial):
+            self.limits, self.trial = result.limits, result.trial
             self.generation += 1
             for pod in self.pods:
-                pod.limits, pod.generation = self.limits, self.generation
+                pod.limits, pod.generation = self.limits_of(pod.name), self.generation
         if result.replicas != self.replicas:
             self.replicas = result.replicas
             self._scale(self.startup)
+
+    def limits_of(self, pod: str) -> Limits:
+        return self.trial.limits if self.trial is not None and self.trial.pod == pod else self.limits
 
     def _scale(self, startup: float) -> None:
         while len(self.pods) < self.replicas:

@@ -296,7 +296,7 @@ def garbage(now: float, sample: PodSample) -> PodSample:
 
 
 def frozen(now: float, sample: PodSample) -> PodSample:
-    old = Counters(**dict.fromkeys(Counters.__dataclass_fields__, 1.0))
+    old = replace(Counters(**dict.fromkeys(Counters.__dataclass_fields__, 1.0)), sequence_lengths=None)
     return replace(sample, counters=replace(old, waiting=50.0, running=4.0, batch_size=4.0))
 
 

@@ -3,8 +3,16 @@ from dataclasses import fields
 import pytest
 
 from busload_operator.tuning import SAMPLES, Counters, CountersError, counters_from_samples
-from busload_operator.tuning.counters import CUMULATIVE, LEVELS, OPTIONAL_SAMPLES, Probed, probed_from_samples
-from busload_runtime.contract import METRICS, OBJECTIVES
+from busload_operator.tuning.counters import (
+    CUMULATIVE,
+    LENGTH_SAMPLES,
+    LEVELS,
+    OPTIONAL_SAMPLES,
+    Probed,
+    probed_from_samples,
+)
+from busload_runtime.contract import METRICS, OBJECTIVES, REFUSAL_REASONS, SEQUENCE_LENGTHS
+from busload_runtime.server.metrics import Metrics
 
 EVERY = {name: float(i) for i, name in enumerate(SAMPLES.values())}
 
@@ -23,15 +31,26 @@ def test_what_older_pods_lack_is_unknown_and_not_zero() -> None:
     )
     older = counters_from_samples(EVERY)
     assert all(getattr(older, field) is None for field in OPTIONAL_SAMPLES)
-    assert {f.name for f in fields(Counters)} == {*SAMPLES, *OPTIONAL_SAMPLES}
+    assert older.sequence_lengths is None
+    assert {f.name for f in fields(Counters)} == {*SAMPLES, *OPTIONAL_SAMPLES, "sequence_lengths"}
+    labels = {"objective": OBJECTIVES, "reason": REFUSAL_REASONS}
     series = {
-        f'{m.name}{{objective="{objective}"}}'
+        f'{m.name}{{{label}="{value}"}}'
         for m in METRICS
-        if m.labels == ("objective",)
-        for objective in OBJECTIVES
+        for label, values in labels.items()
+        if m.labels == (label,)
+        for value in values
     }
     assert {name for name in every if "{" in name} <= series
     assert {name for name in every if "{" not in name} <= {m.name for m in METRICS}
+
+
+def test_lengths_come_whole_or_not_at_all() -> None:
+    lengths = {name: float(i) for i, name in enumerate(LENGTH_SAMPLES)}
+    assert counters_from_samples(EVERY | lengths).sequence_lengths == tuple(map(float, range(len(SEQUENCE_LENGTHS))))
+    assert counters_from_samples(EVERY | dict(list(lengths.items())[1:])).sequence_lengths is None
+    text = Metrics("m").render().decode()
+    assert all(f"\n{name} 0" in text for name in LENGTH_SAMPLES), "as the runtime writes them"
 
 
 def test_missing_samples_are_named() -> None:

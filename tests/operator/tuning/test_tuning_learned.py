@@ -27,7 +27,12 @@ CHAT = Identity("bundled:chat", "Auto", "2 CPU, 2Gi")
 WINDOW = PodWindow(
     pod="a",
     waiting_throughout=False,
-    **{name: 0.0 for name in PodWindow.__dataclass_fields__ if name not in ("pod", "waiting_throughout")},
+    sequence_lengths=None,
+    **{
+        name: 0.0
+        for name in PodWindow.__dataclass_fields__
+        if name not in ("pod", "waiting_throughout", "sequence_lengths")
+    },
 )
 windows = st.builds(
     lambda steps, seconds, batch, kv, prefill: replace(

@@ -171,7 +171,7 @@ START = header("demo/chat", "", State.initial()) + "\n"
         (START + '{"now":1,"pods":[],"result":"x","more":1}\n', "line 2: unknown field 'more'"),
         (
             START + '{"now":1,"pods":[{"pod":"a","at":1,"ready":true,"counters":[1]}],"result":"x"}\n',
-            "a list of 35 numbers",
+            "a list of 38 numbers",
         ),
         (START + '{"now":1,"pods":[3],"result":"x"}\n', "line 2: pods[0] is 3; must be an object"),
         (START + "\n", "line 2: is not JSON"),
@@ -196,7 +196,12 @@ samples = st.builds(
     PodSample,
     pod=st.text(max_size=5),
     at=numbers,
-    counters=st.none() | st.builds(Counters, *[numbers] * len(fields(Counters))),
+    counters=st.none()
+    | st.builds(
+        Counters,
+        *[numbers] * (len(fields(Counters)) - 1),
+        sequence_lengths=st.none() | st.lists(numbers, max_size=3).map(tuple),
+    ),
     ready=st.booleans(),
     problem=st.text(max_size=5),
 )

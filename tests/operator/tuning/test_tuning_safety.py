@@ -9,6 +9,7 @@ from fluid_service import BOUNDS, LIMITS, Pod, Service, StepLaw
 
 from busload_operator.tuning import Counters, Knob, Mode, PodSample, Range, Reason, Verdict
 from busload_operator.tuning.counters import CUMULATIVE
+from busload_runtime.contract import SEQUENCE_LENGTHS
 
 BIG = replace(BOUNDS, replicas=Range(1, 6))
 START = 1000.0
@@ -31,7 +32,8 @@ def values(**changes: float) -> Callable[[float, PodSample], PodSample]:
 
 def every(value: float) -> Callable[[float, PodSample], PodSample]:
     def tamper(now: float, sample: PodSample) -> PodSample:
-        counters = Counters(**{field.name: value for field in fields(Counters)})
+        scalars = {field.name: value for field in fields(Counters) if field.name != "sequence_lengths"}
+        counters = Counters(**scalars, sequence_lengths=(value,) * len(SEQUENCE_LENGTHS))
         return sample if sample.counters is None else replace(sample, counters=counters)
 
     return tamper

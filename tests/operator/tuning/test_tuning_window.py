@@ -5,7 +5,7 @@ import pytest
 from busload_operator.tuning import Counters, PodSample
 from busload_operator.tuning.window import Base, read, view
 
-ZERO = Counters(**{f.name: 0.0 for f in fields(Counters)})
+ZERO = Counters(**{f.name: 0.0 for f in fields(Counters) if f.name != "sequence_lengths"})
 START = replace(
     ZERO, clock=50.0, kv_blocks=100.0, kv_blocks_free=90.0, kv_block_size=16.0, generation=2.0, batch_size=4.0
 )
@@ -61,6 +61,8 @@ def test_first_scrape_gives_a_base_and_no_complaint() -> None:
         (replace(NEXT, waiting=-1.0), "vllm:num_requests_waiting is -1"),
         (replace(NEXT, kv_blocks_free=101.0), "101 KV blocks are free of 100"),
         (replace(NEXT, batch_size=0.0), "busload_limit_batch_size is 0"),
+        (replace(NEXT, sequence_lengths=(2.0, 1.0)), "busload_sequence_length_tokens counts fewer"),
+        (replace(NEXT, sequence_lengths=(0.0, float("nan"))), "busload_sequence_length_tokens counts fewer"),
         (replace(NEXT, clock=50.0), "engine clock stands"),
     ],
 )

@@ -55,6 +55,27 @@ def test_counters_add_up_after_requests(tiny: LiveServer) -> None:
     assert 0 < grown("busload_engine_busy_seconds_total") <= grown("busload_engine_clock_seconds")
 
 
+def test_whole_lengths_and_what_the_sequence_limit_refuses_or_cuts(tiny: LiveServer) -> None:
+    limit = int(tiny.metrics()["busload_limit_max_sequence_length"])
+    too_long, cut = 'busload_requests_refused_total{reason="too_long"}', "busload_answers_cut_total"
+    before = tiny.metrics()
+
+    def grown(name: str) -> float:
+        return tiny.metrics()[name] - before[name]
+
+    tiny.complete(prompt=[9, 8, 7], max_tokens=5, ignore_eos=True)
+    eventually(lambda: grown("busload_sequence_length_tokens_count") == 1)
+    assert (grown("busload_sequence_length_tokens_sum"), grown(cut), grown(too_long)) == (8, 0, 0)
+    tiny.complete(prompt=[9] * (limit - 4), max_tokens=4, ignore_eos=True)
+    eventually(lambda: grown("busload_sequence_length_tokens_count") == 2)
+    assert grown(cut) == 0, "it got all that it allowed"
+    for allowed in ({"max_tokens": 5}, {}):
+        tiny.complete(prompt=[9] * (limit - 4), ignore_eos=True, **allowed)
+    eventually(lambda: grown(cut) == 2)
+    assert tiny.complete(prompt=[9] * limit, max_tokens=1).status_code == 400
+    assert grown(too_long) == 1
+
+
 def test_names_from_clients_never_become_series(tiny: LiveServer) -> None:
     before = set(tiny.metrics())
     for i in range(1000):
