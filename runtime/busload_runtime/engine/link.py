@@ -34,19 +34,24 @@ class Link:
         self._socket.settimeout(_SEND_SECONDS)
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
+        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll.register(self._woken, select.POLLIN)
 
     def receive(self, seconds: float) -> list[ToEngine]:
-        """Waits up to `seconds` for a message; returns those that are there, `MESSAGES_PER_TURN` at most."""
+        """Waits up to `seconds` for a message, or until `wake`; returns those that are there, `MESSAGES_PER_TURN` at
+        most."""
         self._look_for_parent()
-        if not self._reader.has_frame and self._poll.poll(seconds * 1000):
-            try:
-                data = self._socket.recv(RECEIVE_BYTES)
-            except OSError:
-                data = b""
-            if not data:
-                raise LinkClosed("the HTTP process closed the socket")
-            self._reader.feed(data)
+        if not self._reader.has_frame:
+            for descriptor, _ in self._poll.poll(seconds * 1000):
+                if descriptor == self._woken:
+                    os.eventfd_read(self._woken)
+                else:
+                    self._read()
         return self._reader.take(MESSAGES_PER_TURN)
+
+    def wake(self) -> None:
+        """Ends a `receive` that waits, or the next one. From any thread."""
+        os.eventfd_write(self._woken, 1)
 
     def send(self, message: FromEngine) -> None:
         """Sends a message; waits while the HTTP process is behind by a full socket."""
@@ -63,6 +68,15 @@ class Link:
     def close(self) -> None:
         """What was sent stays readable for the HTTP process."""
         self._socket.close()
+
+    def _read(self) -> None:
+        try:
+            data = self._socket.recv(RECEIVE_BYTES)
+        except OSError:
+            data = b""
+        if not data:
+            raise LinkClosed("the HTTP process closed the socket")
+        self._reader.feed(data)
 
     def _look_for_parent(self) -> None:
         if self._parent != os.getppid():

@@ -6,14 +6,16 @@ import time
 from collections.abc import Callable
 
 from busload_runtime.contract import Limits, Pace
+from busload_runtime.engine.grammar import Grammars, wrong_grammar
 from busload_runtime.engine.memory import MemoryPlan
-from busload_runtime.engine.messages import Stats, Submit, TokenOut
+from busload_runtime.engine.messages import GRAMMAR_ERROR, Stats, Submit, TokenOut
 from busload_runtime.engine.plan import Chunk, Plan, SamplingParams, Shaping
 from busload_runtime.engine.probe import Probed, probe
 from busload_runtime.engine.request import Output, Request
 from busload_runtime.engine.scheduler import RequestRefused, Scheduler
 from busload_runtime.engine.statistics import Statistics
 from busload_runtime.executors.contract import Executor
+from busload_runtime.grammar.matcher import GrammarError
 
 SPARE = 8 << 20
 """Bytes that a step of `Engine.probe` may need beyond the steps that the limits allow: a part of what is set aside for
@@ -33,10 +35,12 @@ class Engine:
         limits: Limits,
         clock: Callable[[], float] = time.monotonic,
         pace: Pace = Pace(),
+        grammars: Grammars | None = None,
     ) -> None:
         self._executor = executor
         self._memory = memory
         self._clock = clock
+        self._grammars = grammars
         num_blocks = memory.num_blocks(limits)
         executor.reserve(memory.max_blocks)
         executor.resize(num_blocks)
@@ -81,17 +85,23 @@ class Engine:
             tenant=message.tenant,
             weight=message.weight,
         )
-        try:
-            self._scheduler.add(request)
-        except RequestRefused as refused:
-            return [_refused(message, str(refused))]
-        self._statistics.waited_before(now - sent)
-        return []
+        if message.grammar:
+            return self._constrain(request, message.grammar)
+        return self._add(request)
+
+    def compiled(self) -> list[TokenOut]:
+        """Queues the requests whose grammar is ready now; returns the ends of those that cannot run."""
+        outputs = []
+        for request, error in self._grammars.compiled() if self._grammars is not None else ():
+            outputs += self._add(request) if error is None else [_no_grammar(request, error)]
+        return outputs
 
     def abort(self, request_id: int) -> None:
         """Ends a request and frees its blocks; unknown ids are ignored, since a request may end while Abort travels."""
         self._advance()
         self._scheduler.abort(request_id)
+        if self._grammars is not None:
+            self._grammars.drop(request_id)
 
     def apply(self, limits: Limits, pace: Pace = Pace()) -> list[TokenOut]:
         """Puts limits, objectives and step law in force; returns the ends of requests that fit the pool no more.
@@ -105,6 +115,9 @@ class Engine:
         if num_blocks == self._scheduler.levels().kv_blocks:
             return []
         ended = self._scheduler.resize(num_blocks)
+        if self._grammars is not None:
+            for output in ended:
+                self._grammars.drop(output.request_id)
         self._executor.resize(num_blocks)
         return [_token_out(output) for output in ended]
 
@@ -112,13 +125,19 @@ class Engine:
         """Computes one step and returns what it produced. An exception of the executor leaves the engine unusable."""
         started = self._advance()
         plan = self._scheduler.plan(started)
-        sampled = self._executor.run(plan)
+        grammars = self._grammars
+        sampled = self._executor.run(plan if grammars is None else grammars.constrain(plan))
         finished = self._advance()
         executor = self._executor
         self._statistics.step(
             finished - started, plan, executor.weight_bytes, executor.bytes_per_block / executor.block_size
         )
-        return [_token_out(output) for output in self._scheduler.commit(plan, sampled)]
+        outputs = self._scheduler.commit(plan, sampled)
+        if grammars is not None:
+            outputs, ended = grammars.follow(outputs)
+            for request_id in ended:
+                self._scheduler.abort(request_id)
+        return [_token_out(output) for output in outputs]
 
     def stats(self) -> Stats:
         self._advance()
@@ -128,6 +147,26 @@ class Engine:
         """Digests start from a secret of this process and the tenant: what another tenant sent is never a hit, and hits
         depend on nothing that a client can know."""
         return hashlib.blake2b(tenant.encode(), key=self._secret, digest_size=32).digest()
+
+    def _add(self, request: Request) -> list[TokenOut]:
+        now = self._advance()
+        try:
+            self._scheduler.add(request)
+        except RequestRefused as refused:
+            if self._grammars is not None:
+                self._grammars.drop(request.request_id)
+            return [_refused(request, str(refused))]
+        self._statistics.waited_before(now - request.arrived)
+        return []
+
+    def _constrain(self, request: Request, text: str) -> list[TokenOut]:
+        if self._grammars is None:
+            return [_no_grammar(request, "this engine knows no vocabulary")]
+        try:
+            ready = self._grammars.add(request, text)
+        except GrammarError as error:
+            return [_no_grammar(request, str(error))]
+        return self._add(request) if ready else []
 
     def _advance(self) -> float:
         now = self._clock()
@@ -153,8 +192,12 @@ def _sampling(message: Submit) -> SamplingParams:
     )
 
 
-def _refused(message: Submit, error: str) -> TokenOut:
-    return TokenOut(message.request_id, None, "error", error=error)
+def _refused(request: Submit | Request, error: str) -> TokenOut:
+    return TokenOut(request.request_id, None, "error", error=error)
+
+
+def _no_grammar(request: Request, error: str) -> TokenOut:
+    return TokenOut(request.request_id, None, "error", error=wrong_grammar(error), error_code=GRAMMAR_ERROR)
 
 
 def _token_out(output: Output) -> TokenOut:
@@ -166,4 +209,5 @@ def _token_out(output: Output) -> TokenOut:
         output.queue_seconds,
         output.error,
         output.logprobs,
+        output.error_code,
     )

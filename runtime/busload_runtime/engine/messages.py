@@ -8,6 +8,9 @@ import msgspec
 
 from busload_runtime.engine.plan import Logprobs
 
+GRAMMAR_ERROR = "invalid_grammar"
+"""Error code of a request whose grammar cannot be followed."""
+
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
     """A request for the queue. The HTTP process has checked it: token ids in range, length within the known limits."""
@@ -38,6 +41,8 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     """Whose turn it is in the queue, and whose prefixes it may find cached: nobody else's."""
     weight: float = 1.0
     """Of the tenant, above 0: its share of the tokens beside other tenants that wait."""
+    grammar: str = ""
+    """What the answer must be (`grammar.text`), checked; ends with `stop` where nothing can follow. Empty: anything."""
     submitted_at: float = 0.0
     """`time.monotonic()` of the HTTP process when it sent this (one clock for all processes of a machine), so that time
     spent in the socket while a step runs counts as waiting. 0: counted from the moment the engine reads it."""
@@ -98,6 +103,8 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True):
     """Time from submission to the first step that computed it (set on the first token)."""
     error: str | None = None
     logprobs: Logprobs | None = None
+    error_code: str | None = None
+    """What kind of error it is, if there is a name for it: invalid_grammar."""
 
 
 class Tokens(msgspec.Struct, tag=True, frozen=True):

@@ -77,7 +77,7 @@ class Plan:
     """One engine step. No two chunks belong to one request; no two chunks write one block."""
 
     chunks: tuple[Chunk, ...]
-    masks: Mapping[int, bytes | bytearray] = field(default_factory=dict)
+    masks: Mapping[int, bytes] = field(default_factory=dict)
     """Request id -> the tokens that it may draw in this step, of which there is one at least: token t if bit t % 8 of
     byte t // 8 is set. [mask_bytes(vocab_size)]. The mask comes after shaping. Requests not in it may draw any."""
 

@@ -15,11 +15,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 
 from busload_runtime.contract import Limits, LimitsError, Pace, StepLaw, parse_limits, parse_pace
+from busload_runtime.engine.grammar import Grammars
 from busload_runtime.engine.link import Link, LinkClosed
 from busload_runtime.engine.loop import Engine
 from busload_runtime.engine.memory import (
@@ -44,7 +46,9 @@ from busload_runtime.engine.messages import (
 from busload_runtime.executors.contract import Executor
 from busload_runtime.executors.create import create_executor
 from busload_runtime.executors.errors import ExecutorError
+from busload_runtime.grammar.matcher import Vocabulary
 from busload_runtime.model.errors import ModelError
+from busload_runtime.model.load import load_token_bytes
 
 BUSY_STATS_SECONDS = 0.1
 IDLE_STATS_SECONDS = 1.0
@@ -53,10 +57,18 @@ LoadExecutor = Callable[[str, str], Executor]
 """(executor name, model source) -> executor. Raises `ModelError` or `ExecutorError`."""
 
 
-def main(arguments: Sequence[str] | None = None, load: LoadExecutor | None = None) -> int:
+LoadVocabulary = Callable[[str], Vocabulary]
+"""Model source -> what grammars need to know of its tokens. Raises `ModelError`."""
+
+
+def main(
+    arguments: Sequence[str] | None = None,
+    load: LoadExecutor | None = None,
+    load_vocabulary: LoadVocabulary | None = None,
+) -> int:
     options = _parse(arguments)
     if load is None:
-        load = partial(_load, options)
+        load, load_vocabulary = partial(_load, options), _load_vocabulary
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     try:
@@ -65,7 +77,7 @@ def main(arguments: Sequence[str] | None = None, load: LoadExecutor | None = Non
         print(f"engine: {closed}", file=sys.stderr)
         return 2
     try:
-        return _run(link, options, load)
+        return _run(link, options, load, load_vocabulary)
     except LinkClosed:
         return 0
     finally:
@@ -77,9 +89,22 @@ def _load(options: argparse.Namespace, name: str, source: str) -> Executor:
     return create_executor(name, source, options.kv_precision, room)
 
 
-def _run(link: Link, options: argparse.Namespace, load: LoadExecutor) -> int:
+def _load_vocabulary(source: str) -> Vocabulary:
+    return Vocabulary(*load_token_bytes(source))
+
+
+def _run(link: Link, options: argparse.Namespace, load: LoadExecutor, load_vocabulary: LoadVocabulary | None) -> int:
     try:
-        engine, ready = start(options.model, options.executor, options.memory, options.limits, load, options.pace)
+        engine, ready = start(
+            options.model,
+            options.executor,
+            options.memory,
+            options.limits,
+            load,
+            options.pace,
+            load_vocabulary,
+            link.wake,
+        )
     except (ModelError, ExecutorError, LimitsImpossible) as error:
         link.send(Failed(_one_line(error)))
         return 2
@@ -104,13 +129,25 @@ def _run(link: Link, options: argparse.Namespace, load: LoadExecutor) -> int:
 
 
 def start(
-    source: str, executor_name: str, memory: int | None, limits: Limits, load: LoadExecutor, pace: Pace = Pace()
+    source: str,
+    executor_name: str,
+    memory: int | None,
+    limits: Limits,
+    load: LoadExecutor,
+    pace: Pace = Pace(),
+    load_vocabulary: LoadVocabulary | None = None,
+    wake: Callable[[], None] = lambda: None,
 ) -> tuple[Engine, Ready]:
-    """Loads, plans the memory, warms up. Raises `ModelError`, `ExecutorError` or `LimitsImpossible`."""
+    """Loads, plans the memory, warms up. Without `load_vocabulary` it refuses constrained requests.
+
+    Raises `ModelError`, `ExecutorError` or `LimitsImpossible`."""
     started = time.monotonic()
     before_load = private_bytes()
     budget = find_budget(memory)
-    executor = load(executor_name, source)
+    with ThreadPoolExecutor(1) as beside:  # its file and tables are read while the weights are
+        loading = None if load_vocabulary is None else beside.submit(load_vocabulary, source)
+        executor = load(executor_name, source)
+        grammars = None if loading is None else Grammars(loading.result().compile, wake)
     plan = MemoryPlan(
         budget=budget,
         weights=executor.weight_bytes,
@@ -120,7 +157,7 @@ def start(
         context_length=executor.context_length,
         activations=executor.activation_bytes,
     )
-    engine = Engine(executor, plan, limits, pace=pace)
+    engine = Engine(executor, plan, limits, pace=pace, grammars=grammars)
     engine.warm_up()
     probed = engine.probe()
     # What lives now lives for ever: keep the garbage collector from walking over it between steps.
@@ -150,6 +187,8 @@ def serve(link: Link, engine: Engine) -> None:
         messages = link.receive(max(0.0, due) if idle and not changed else 0.0)
         for message in messages:
             _handle(link, engine, message)
+        if refused := engine.compiled():
+            link.send(Tokens(refused))
         changed = changed or bool(messages)
         if engine.has_work:
             if outputs := engine.step():

@@ -88,3 +88,5 @@ class Output:
     """Arrival to the first step, set on the first token."""
     error: str | None = None
     logprobs: Logprobs | None = None
+    error_code: str | None = None
+    """What kind of error it is, if there is a name for it."""

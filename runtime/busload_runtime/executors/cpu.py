@@ -234,8 +234,8 @@ class _Logprobs:
 class _Mask:
     """One of `Plan.masks` where the engine can read it."""
 
-    def __init__(self, mask: bytes | bytearray) -> None:
-        self._words = array("I", bytes(mask))
+    def __init__(self, mask: bytes) -> None:
+        self._words = array("I", mask)
         self.address = self._words.buffer_info()[0]
 
 

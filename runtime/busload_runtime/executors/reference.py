@@ -288,7 +288,7 @@ def _attend(queries: Array, keys: Array, values: Array, scale: float, window: in
     return mixed.reshape(num_kv_heads, -1, n, head_dim).transpose(2, 0, 1, 3).reshape(n, num_heads, head_dim)
 
 
-def _draw(chunk: Chunk, logits: Array, mask: bytes | bytearray | None) -> Sampled:
+def _draw(chunk: Chunk, logits: Array, mask: bytes | None) -> Sampled:
     if not np.isfinite(logits).all():
         raise ExecutorError(
             f"request {chunk.request_id}: the model's output is not a number at position {chunk.length_after}; "

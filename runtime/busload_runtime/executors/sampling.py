@@ -49,13 +49,13 @@ def shape(logits: Array, shaping: Shaping, history: Sequence[int], num_drawn: in
     return shaped
 
 
-def apply_mask(logits: Array, mask: bytes | bytearray) -> Array:
+def apply_mask(logits: Array, mask: bytes) -> Array:
     """Logits [vocab] with minus infinity for the tokens that `mask`, one of `Plan.masks`, leaves out."""
     may = np.unpackbits(np.frombuffer(mask, np.uint8), count=len(logits), bitorder="little")
     return np.where(may, logits, np.float32(-np.inf))
 
 
-def masks_of(plan: Plan, vocab_size: int) -> Mapping[int, bytes | bytearray]:
+def masks_of(plan: Plan, vocab_size: int) -> Mapping[int, bytes]:
     """The masks of a plan. Raises `ExecutorError` for one of another length than the vocabulary needs."""
     for request_id, mask in plan.masks.items():
         if len(mask) != mask_bytes(vocab_size):

@@ -7,7 +7,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from busload_runtime.model.errors import ModelError
-from busload_runtime.model.vocabulary import CONTROL, UNKNOWN, UNUSED, USER_DEFINED, Vocabulary
+from busload_runtime.model.pieces import check_letters
+from busload_runtime.model.vocabulary import USER_DEFINED, Vocabulary
 
 _CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
 _GPT2 = rf"{_CONTRACTIONS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+"
@@ -52,7 +53,7 @@ def splitting_of(file: str, metadata: Mapping[str, Any]) -> Splitting:
 
 def byte_level_encoder(vocabulary: Vocabulary, splitting: Splitting) -> Callable[[str], list[int]]:
     """Text -> token ids. Raises `ModelError` for merges that do not fit the vocabulary."""
-    _check_letters(vocabulary)
+    check_letters(vocabulary)
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
     model = models.BPE(vocab=ids, merges=_merges(vocabulary, ids), ignore_merges=splitting.whole_words)
     engine = Tokenizer(model)
@@ -70,28 +71,6 @@ def byte_level_encoder(vocabulary: Vocabulary, splitting: Splitting) -> Callable
     return encode
 
 
-def byte_level_piece(token: str, kind: int) -> bytes:
-    """What a token adds to a text."""
-    if kind == CONTROL:
-        return b""
-    if kind in _PLAIN:
-        return token.encode()
-    return bytes(map(_BYTES.__getitem__, token))
-
-
-_PLAIN = (USER_DEFINED, UNUSED, UNKNOWN)  # written as themselves
-
-
-def _check_letters(vocabulary: Vocabulary) -> None:
-    for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
-        if not _BYTES.keys() >= set(token) and kind not in (CONTROL, *_PLAIN):
-            stranger = next(character for character in token if character not in _BYTES)
-            raise ModelError(
-                f"{vocabulary.file}: tokenizer.ggml.tokens holds {token!r:.80} with the character {stranger!r}, "
-                "which stands for no byte; the file is corrupt"
-            )
-
-
 def _merges(vocabulary: Vocabulary, ids: Mapping[str, int]) -> list[tuple[str, str]]:
     where = f"{vocabulary.file}: tokenizer.ggml.merges"
     lines = vocabulary.metadata.get("tokenizer.ggml.merges")
@@ -104,14 +83,3 @@ def _merges(vocabulary: Vocabulary, ids: Mapping[str, int]) -> list[tuple[str, s
             raise ModelError(f"{where} holds {line!r:.80}, whose parts are not all tokens; the file is corrupt")
         merges.append((left, right))
     return merges
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes (Radford et al. 2019): Latin-1's printable ones are themselves."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-_BYTES = _byte_alphabet()

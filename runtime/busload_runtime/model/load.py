@@ -9,7 +9,9 @@ from busload_runtime.model.chat import ChatTemplate, Message, map_texts, unused_
 from busload_runtime.model.config import ModelConfig, config_from_metadata
 from busload_runtime.model.errors import ModelError
 from busload_runtime.model.gguf_file import GgufFile, open_gguf
-from busload_runtime.model.tokenizer import TextTokenizer, tokenizer_from_metadata
+from busload_runtime.model.pieces import token_bytes
+from busload_runtime.model.tokenizer import TextTokenizer, end_ids, tokenizer_from_metadata
+from busload_runtime.model.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from busload_runtime.model.weights import WeightFile
@@ -47,6 +49,13 @@ def load_text_model(source: str) -> TextModel:
     file = open_gguf(resolve_source(source))
     tokenizer = tokenizer_from_metadata(file.path, file.metadata)
     return TextModel(_config(file), tokenizer, _chat(file, tokenizer))
+
+
+def load_token_bytes(source: str) -> tuple[list[bytes], frozenset[int]]:
+    """What each token of `source` adds to a text, by its id, and which tokens end one. Raises `ModelError`."""
+    file = open_gguf(resolve_source(source))
+    vocabulary = Vocabulary.read(file.path, file.metadata)
+    return token_bytes(vocabulary), end_ids(vocabulary)
 
 
 def load_weights(source: str) -> "WeightFile":

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from sentencepiece import SentencePieceProcessor
 
 from busload_runtime.model.errors import ModelError
+from busload_runtime.model.pieces import SPACE
 from busload_runtime.model.vocabulary import BYTE, CONTROL, UNKNOWN, USER_DEFINED, Vocabulary
 
-_SPACE = "\u2581"  # SentencePiece writes a space as this
 _VARINT, _FIXED32, _BYTES = 0, 5, 2  # wire types
 _BPE = 2
 _NOWHERE = "\0unknown"
@@ -46,20 +46,11 @@ def sentence_piece_encoder(vocabulary: Vocabulary, add_space: bool) -> Callable[
     return encode
 
 
-def sentence_piece_piece(token: str, kind: int) -> bytes:
-    """What a token adds to a text."""
-    if kind in (CONTROL, UNKNOWN):
-        return b""
-    if kind == BYTE:
-        return bytes([int(token[3:5], 16)])
-    return token.replace(_SPACE, " ").encode()
-
-
 def _model(vocabulary: Vocabulary, scores: list[float], add_space: bool) -> bytes:
     """A serialised ModelProto."""
     tokens, types = list(vocabulary.tokens), list(vocabulary.types)
     for index in vocabulary.texts_of(USER_DEFINED).values():
-        tokens[index] = tokens[index].replace(" ", _SPACE)  # GGUF files have these as plain text
+        tokens[index] = tokens[index].replace(" ", SPACE)  # GGUF files have these as plain text
     unknown = vocabulary.token_id("unknown_token_id")
     if unknown is None:
         unknown = next(iter(vocabulary.texts_of(UNKNOWN).values()), None)

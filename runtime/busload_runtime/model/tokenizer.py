@@ -5,6 +5,7 @@ from typing import Any
 
 from busload_runtime.model.control_text import ControlTexts
 from busload_runtime.model.errors import ModelError
+from busload_runtime.model.pieces import piece_of
 from busload_runtime.model.vocabulary import CONTROL, Vocabulary
 
 # Control tokens that end an answer besides the declared EOS: chat models end a turn with one of these.
@@ -106,36 +107,30 @@ def _without(text: str, mark: str) -> str:
 def tokenizer_from_metadata(file: str, metadata: Mapping[str, Any]) -> TextTokenizer:
     """Builds the tokenizer of `file` from its GGUF `metadata`. Raises `ModelError` for kinds that are not known."""
     vocabulary = Vocabulary.read(file, metadata)
-    kind = metadata.get("tokenizer.ggml.model")
-    if kind == "gpt2":
-        # Imported here: each kind has its own library, and a server needs one of them.
-        from busload_runtime.model.byte_level import byte_level_encoder, byte_level_piece, splitting_of
+    piece = piece_of(vocabulary)
+    # Imported here: each kind has its own library, and a server needs one of them.
+    if metadata["tokenizer.ggml.model"] == "gpt2":
+        from busload_runtime.model.byte_level import byte_level_encoder, splitting_of
 
         splitting = splitting_of(file, metadata)
-        encode_plain, piece = byte_level_encoder(vocabulary, splitting), byte_level_piece
-        add_bos, drop_first_space = splitting.bos, False
-    elif kind == "llama":
-        from busload_runtime.model.sentence_piece import sentence_piece_encoder, sentence_piece_piece
+        encode_plain, add_bos, drop_first_space = byte_level_encoder(vocabulary, splitting), splitting.bos, False
+    else:
+        from busload_runtime.model.sentence_piece import sentence_piece_encoder
 
         add_space = vocabulary.flag("add_space_prefix", True)
-        encode_plain, piece = sentence_piece_encoder(vocabulary, add_space), sentence_piece_piece
-        add_bos, drop_first_space = True, add_space
-    else:
-        raise ModelError(
-            f"{file}: tokenizer.ggml.model is {kind!r:.80}; supported: 'gpt2' (byte-level BPE), "
-            "'llama' (SentencePiece BPE)"
-        )
+        encode_plain, add_bos, drop_first_space = sentence_piece_encoder(vocabulary, add_space), True, add_space
     return TextTokenizer(
         vocabulary=vocabulary,
         encode_plain=encode_plain,
         piece=piece,
-        eos_ids=_end_ids(vocabulary),
+        eos_ids=end_ids(vocabulary),
         add_bos=vocabulary.flag("add_bos_token", add_bos),
         drop_first_space=drop_first_space,
     )
 
 
-def _end_ids(vocabulary: Vocabulary) -> frozenset[int]:
+def end_ids(vocabulary: Vocabulary) -> frozenset[int]:
+    """Tokens that end an answer. Raises `ModelError` when there is none."""
     ends = {index for text, index in vocabulary.texts_of(CONTROL).items() if text in _END_OF_TURN}
     ends |= {index for key in ("eos_token_id", "eot_token_id") if (index := vocabulary.token_id(key)) is not None}
     if not ends:

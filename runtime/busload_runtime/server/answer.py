@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from busload_runtime.engine.messages import Ready
 from busload_runtime.server.body import read_body
+from busload_runtime.server.constrain import CheckGrammar
 from busload_runtime.server.deadline import HEADER, deadline_of
 from busload_runtime.server.disconnect import ClientGoneError, until_disconnect
 from busload_runtime.server.edge import Trace
@@ -43,6 +44,8 @@ class Endpoint(Generic[Body]):
     chunk_object: str
     tokenise: Callable[[Body, PromptEncoder, int], Coroutine[Any, Any, list[list[int]]]]
     """Token ids of each prompt; the number is the sequence limit. Raises `ApiError`."""
+    constrain: Callable[[Body, PromptEncoder, CheckGrammar], Coroutine[Any, Any, str]]
+    """The grammar of the answer, empty if it may be anything. Raises `ApiError`."""
     lead: Callable[[Body, PromptEncoder, list[int]], str]
     """Text in front of a choice (echo)."""
     opening: Callable[[int], Json | None]
@@ -111,7 +114,8 @@ class _Call(Generic[Body]):
             prompts = await until_disconnect(
                 receive, self.endpoint.tokenise(body, text, self.service.limits.max_sequence_length)
             )
-            self._submit(body, prompts, text, ready)
+            grammar = await until_disconnect(receive, self.endpoint.constrain(body, text, self.service.grammars.check))
+            self._submit(body, prompts, text, ready, grammar)
             if not body.stream:
                 return await until_disconnect(receive, self._whole(body))
             stream = _EventStream(await until_disconnect(receive, self._begin(body)), self._close)
@@ -126,7 +130,7 @@ class _Call(Generic[Body]):
     async def _read_body(self) -> bytes:
         return await read_body(self.request, self.service.max_body_bytes, self.deadline.left(time.monotonic()))
 
-    def _submit(self, body: Body, prompts: list[list[int]], text: PromptEncoder, ready: Ready) -> None:
+    def _submit(self, body: Body, prompts: list[list[int]], text: PromptEncoder, ready: Ready, grammar: str) -> None:
         submits = submits_of(
             body,
             prompts,
@@ -135,6 +139,7 @@ class _Call(Generic[Body]):
             text.model.tokenizer.eos_ids,
             self.service.engine,
             self.trace.tenant,
+            grammar,
         )
         n = body.n or 1
         self.leads = [lead for prompt in prompts for lead in [self.endpoint.lead(body, text, prompt)] * n]

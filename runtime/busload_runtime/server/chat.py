@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 
 from busload_runtime.server.answer import Endpoint, Json
+from busload_runtime.server.constrain import grammar_of
 from busload_runtime.server.errors import invalid
 from busload_runtime.server.logprobs import ScoredToken
 from busload_runtime.server.protocol import ChatRequest, Message
@@ -70,6 +71,7 @@ CHAT = Endpoint(
     object="chat.completion",
     chunk_object="chat.completion.chunk",
     tokenise=_tokenise,
+    constrain=lambda body, text, check: grammar_of(body, check),
     lead=lambda body, text, prompt: "",
     opening=_opening,
     delta=_delta,

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from busload_runtime.server.answer import Endpoint, Json
+from busload_runtime.server.constrain import grammar_of
 from busload_runtime.server.errors import invalid
 from busload_runtime.server.logprobs import ScoredToken
 from busload_runtime.server.protocol import CompletionRequest
@@ -69,6 +70,7 @@ COMPLETIONS = Endpoint(
     object="text_completion",
     chunk_object="text_completion",
     tokenise=_tokenise,
+    constrain=lambda body, text, check: grammar_of(body, check),
     lead=_lead,
     opening=lambda index: None,
     delta=_choice,

@@ -9,7 +9,7 @@ from functools import partial
 
 import msgspec
 
-from busload_runtime.engine.messages import Submit, TokenOut
+from busload_runtime.engine.messages import GRAMMAR_ERROR, Submit, TokenOut
 from busload_runtime.server.admission import Admission
 from busload_runtime.server.deadline import Deadline
 from busload_runtime.server.edge import Trace
@@ -27,6 +27,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     text: str
     finish_reason: str | None = None
     error: str | None = None
+    error_code: str | None = None
     tokens: list[ScoredToken] | None = None
     """What the text is made of, if log-probabilities were asked for."""
 
@@ -162,6 +163,8 @@ class Generation:
         assert piece.error is not None
         if self._expired is not None:
             return self._expired
+        if piece.error_code == GRAMMAR_ERROR:
+            return ApiError(400, piece.error, param="response_format", code=GRAMMAR_ERROR)
         if self.engine.alive and not self.output_tokens:
             return ApiError(400, piece.error, code="context_length_exceeded")
         return ApiError(500, piece.error, code="engine_error")
@@ -194,7 +197,7 @@ class Generation:
                 text, tokens = text + rest, [*(tokens or ()), *more]
         self._end(choice, reason)
         error = (out.error or "the engine failed on this request") if reason == "error" else None
-        self._tell(Piece(choice.index, text, reason, error, tokens))
+        self._tell(Piece(choice.index, text, reason, error, out.error_code, tokens))
 
     def _tell(self, piece: Piece) -> None:
         self._pieces.append(piece)

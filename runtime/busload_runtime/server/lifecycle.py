@@ -143,6 +143,7 @@ class _Serve:
             server.should_exit = True
             await serving
             await client.close()
+            await service.grammars.close()
 
     async def _load(self, service: Service) -> bool:
         """Waits for tokeniser and engine. False: told to stop, or the engine failed. Raises `StartupError`."""

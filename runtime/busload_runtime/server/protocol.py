@@ -3,7 +3,7 @@
 msgspec rather than pydantic: a body may carry millions of token ids, and msgspec checks them without freezing the loop.
 """
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -35,6 +35,30 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
 
 
+class JsonSchema(msgspec.Struct, frozen=True):
+    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+    """Schemas are followed to the letter whatever this says."""
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's parameter; one of its fields."""
+
+    json: dict[str, Any] | None = None
+    json_object: bool | None = None
+    regex: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
+    choice: (
+        Annotated[list[Annotated[str, Meta(min_length=1, max_length=4096)]], Meta(min_length=1, max_length=1024)] | None
+    ) = None
+
+
 class Sampled(msgspec.Struct, kw_only=True, frozen=True):
     """What both endpoints share. Fields that are not named here are ignored unless `_NEUTRAL` lists them."""
 
@@ -56,6 +80,8 @@ class Sampled(msgspec.Struct, kw_only=True, frozen=True):
     n: _Choices | None = None
     stop: _StopText | Annotated[list[_StopText], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[_Count], Meta(max_length=64)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
@@ -168,8 +194,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
     "guided_json": (None,),
     "guided_regex": (None,),
     "guided_choice": (None,),

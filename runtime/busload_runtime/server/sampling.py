@@ -23,6 +23,7 @@ def submits_of(
     eos_ids: frozenset[int],
     engine: EngineClient,
     tenant: Tenant,
+    grammar: str = "",
 ) -> list[Submit]:
     """One message per choice: `n` per prompt, with seeds `seed`, `seed + 1`, ... (a random one when none was given).
 
@@ -64,6 +65,7 @@ def submits_of(
                 repetition_penalty=body.repetition_penalty or 1.0,
                 logit_bias=body.logit_bias or {},
                 logprobs=body.num_logprobs(),
+                grammar=grammar,
                 seed=secrets.randbits(63) if body.seed is None else (body.seed + choice) & _SEED_MASK,
                 tenant=tenant.name,
                 weight=tenant.weight,

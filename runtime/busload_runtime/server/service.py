@@ -10,6 +10,7 @@ from busload_runtime.server.api_keys import ApiKeys
 from busload_runtime.server.deadline import Timeouts
 from busload_runtime.server.engine_client import EngineClient
 from busload_runtime.server.errors import ApiError
+from busload_runtime.server.grammar_check import GrammarChecker
 from busload_runtime.server.metrics import Metrics
 from busload_runtime.server.tokenise import PromptEncoder
 
@@ -35,6 +36,7 @@ class Service:
     quiescing: bool = False
     """SIGUSR1 or SIGTERM came: not ready, and every response closes its connection."""
     open_responses: int = 0
+    grammars: GrammarChecker = field(default_factory=GrammarChecker)
 
     @property
     def limits(self) -> Limits:

@@ -1,0 +1,71 @@
+"""The checker process and the HTTP process's end of it: hard limits, memory of verdicts, one at a time."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from schemas import FOLLOWED, HOSTILE
+
+from busload_runtime.grammar.text import GrammarTextError, choice_expression, grammar, json_expression
+from busload_runtime.server.errors import ApiError
+from busload_runtime.server.grammar_check import GrammarChecker
+
+
+@pytest.fixture
+async def checker() -> AsyncIterator[GrammarChecker]:
+    checker = GrammarChecker()
+    yield checker
+    await checker.close()
+
+
+def alive(checker: GrammarChecker) -> int | None:
+    return None if checker._process is None else checker._process.pid
+
+
+async def test_every_hostile_schema_is_refused_and_the_next_good_one_is_fine(checker: GrammarChecker) -> None:
+    good = grammar(json_expression(FOLLOWED["object"]))
+    for name, schema in HOSTILE.items():
+        try:
+            text = grammar(json_expression(schema))
+        except GrammarTextError:
+            continue
+        assert await checker.check(text), name
+        assert await checker.check(text + "\n") == await checker.check(text)
+        assert await checker.check(good) == ""
+
+
+async def test_good_schemas_share_one_process_and_are_checked_once(checker: GrammarChecker) -> None:
+    texts = [grammar(json_expression(schema)) for schema in FOLLOWED.values()]
+    assert set(await asyncio.gather(*map(checker.check, texts[:30]))) == {""}
+    first = alive(checker)
+    assert {await checker.check(text) for text in texts} == {""}
+    assert alive(checker) == first
+    await checker.close()
+    assert {await checker.check(text) for text in texts} == {""}  # remembered: nobody has to be asked
+    assert alive(checker) == first
+
+
+async def test_a_process_that_is_killed_is_replaced(checker: GrammarChecker) -> None:
+    assert await checker.check(grammar(choice_expression(["a"]))) == ""
+    first = alive(checker)
+    assert checker._process is not None
+    checker._process.kill()
+    await checker._process.wait()
+    assert await checker.check(grammar(choice_expression(["b"]))) == ""
+    assert alive(checker) not in (None, first)
+
+
+async def test_a_client_that_leaves_does_not_give_its_verdict_to_the_next(checker: GrammarChecker) -> None:
+    slow = grammar(json_expression(HOSTILE["patterns of powers"]))
+    work = asyncio.create_task(checker.check(slow))
+    await asyncio.sleep(0.5)
+    assert alive(checker) is not None
+    work.cancel()
+    assert await checker.check(grammar(choice_expression(["a"]))) == ""
+
+
+async def test_too_many_at_once_are_told_to_come_again(checker: GrammarChecker) -> None:
+    checks = [checker.check(grammar(choice_expression([f"text {i}"]))) for i in range(40)]
+    verdicts = await asyncio.gather(*checks, return_exceptions=True)
+    assert verdicts[:32] == [""] * 32
+    assert all(isinstance(v, ApiError) and (v.status, v.retry_after) == (429, 2) for v in verdicts[32:])
