@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from busload_runtime.server import responses
+from busload_runtime.server.deadline import HEADER, MAX_SECONDS
 from busload_runtime.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -26,13 +27,13 @@ _ERRORS = {
     401: "API keys are configured, and the request carries none of them.",
     404: "There is no such model.",
     405: "The path has other methods; `Allow` names them.",
-    408: "The body did not arrive in time, or the request's own deadline passed.",
+    408: "The body did not arrive in time, or a time limit passed before the first token.",
     413: "The body is larger than the longest prompt allowed could be.",
     429: "The queue is full; `Retry-After` says when to come again.",
     500: "The engine failed on this request.",
     503: "The model is loading, or this replica shuts down; `Retry-After` says when to come again.",
 }
-_RETRY_AFTER = (429, 503)
+_RETRY_AFTER = (408, 429, 503)
 _READING = (400, 401, 404, 405, 408, 413, 429, 500, 503)
 
 _DESCRIPTION = """\
@@ -41,9 +42,9 @@ The OpenAI API for text, of one model. Each answer has `X-Request-Id`, and those
 A client that leaves ends its request at once, queued or running. Nobody reads an answer then: 499 appears in the access
 log alone. What goes wrong once a stream has begun ends it with an event that holds an `Error`, and without `[DONE]`.
 
-Parameters that are not listed are ignored if they cannot change the answer (`user`, `metadata`, `store`,
-`service_tier`, ...). Those that would change it and are not supported are refused, unless they ask for nothing:
-{unsupported}.
+Parameters that are not listed are ignored if they say who asks or what to do besides (`user`, `metadata`, `store`,
+`prompt_cache_key`, ...) or hint at how to go about it (`service_tier`, `reasoning_effort`, `verbosity`). Those that ask
+for another answer and are not supported are refused, unless they ask for nothing: {unsupported}.
 """
 
 
@@ -86,7 +87,7 @@ OPERATIONS = (
     Operation("get", "/health/ready", "ready", "Whether new requests are welcome", responses.Health, None, (405,)),
     Operation("get", "/health/live", "live", "Whether the engine makes progress", responses.Health, None, (405,)),
     Operation("get", "/metrics", "metrics", "Prometheus metrics", "text/plain", None, (405,)),
-    Operation("get", "/openapi.json", "openapi", "This document", responses.Document, None, (405,)),
+    Operation("get", "/openapi.json", "openapi", "This document", responses.Document, None, (401, 405)),
 )  # fmt: skip
 
 
@@ -138,9 +139,19 @@ def _operation(operation: Operation, of: dict[type, Any]) -> Json:
         found["requestBody"] = {"required": True, "content": _json(of[operation.body])}
     if "{name}" in operation.path:
         found["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    elif operation.event is not None:
+        found["parameters"] = [_TIMEOUT]
     if 401 in operation.errors:
         found["security"] = [{}, {"key": []}]
     return found
+
+
+_TIMEOUT: Json = {
+    "name": HEADER,
+    "in": "header",
+    "description": "Seconds that the whole request may take; the server has limits of its own beside it.",
+    "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_SECONDS},
+}
 
 
 def _event(kinds: list[Json]) -> Json:
@@ -158,7 +169,10 @@ def _event(kinds: list[Json]) -> Json:
 def _error(status: int, schema: Json) -> Json:
     answer: Json = {"description": _ERRORS[status], "content": _json(schema)}
     if status in _RETRY_AFTER:
-        seconds = {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}
+        seconds = {
+            "description": "Seconds, where another try makes sense.",
+            "schema": {"type": "integer", "minimum": 1},
+        }
         answer["headers"] = {"Retry-After": seconds}
     return answer
 

@@ -15,7 +15,7 @@ FinishReason = Literal["stop", "length"]
 
 class ErrorDetail(msgspec.Struct):
     message: str
-    type: Literal["invalid_request_error", "rate_limit_error", "server_error", "authentication_error"]
+    type: Literal["invalid_request_error", "rate_limit_error", "timeout_error", "server_error"]
     param: str | None
     """The parameter at fault, as a path such as `stop[1]`."""
     code: str | None
