@@ -10,6 +10,7 @@ from busload_operator.cli._signals import end_quietly_until_handled
 _LIMITS = "Limits (change while running with --limits-file)"
 _TIMES = "Time limits of a request"
 _TENANTS = "Tenants"
+_LOG = "Log and traces"
 _PROCESS = "Process"
 
 
@@ -115,6 +116,21 @@ def command(
             "With API keys it does not count.",
         ),
     ] = "X-Busload-Tenant",
+    log_format: Annotated[
+        str, typer.Option(rich_help_panel=_LOG, metavar="json|text", help="Of the line that each request leaves.")
+    ] = "json",
+    log_prompts: Annotated[
+        bool, typer.Option("--log-prompts", rich_help_panel=_LOG, help="Let that line hold the prompt's text.")
+    ] = False,
+    otlp_endpoint: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=_LOG,
+            help="OpenTelemetry collector that gets a span for each request, such as http://127.0.0.1:4318/v1/traces. "
+            "Needs the extra otel.",
+            show_default="no traces",
+        ),
+    ] = "",
     drain_seconds: Annotated[
         float,
         typer.Option(rich_help_panel=_PROCESS, help="After SIGTERM: time for running and queued requests to finish."),
@@ -166,6 +182,9 @@ def command(
         timeouts=Timeouts(queue=queue_timeout, request=request_timeout, token=token_timeout),
         api_keys_file=api_keys_file,
         tenant_header=tenant_header,
+        log_format=log_format,
+        log_prompts=log_prompts,
+        otlp_endpoint=otlp_endpoint,
     )
     raise typer.Exit(serve(options))
 

@@ -12,11 +12,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from busload_runtime.engine.messages import Ready
+from busload_runtime.server.access_log import MAX_PROMPT_CHARACTERS
 from busload_runtime.server.body import read_body
 from busload_runtime.server.constrain import CheckGrammar
 from busload_runtime.server.deadline import HEADER, deadline_of
 from busload_runtime.server.disconnect import ClientGoneError, until_disconnect
-from busload_runtime.server.edge import Trace
 from busload_runtime.server.errors import ApiError
 from busload_runtime.server.generation import Choice, Generation, Piece
 from busload_runtime.server.logprobs import ScoredText, ScoredToken, joined
@@ -25,6 +25,7 @@ from busload_runtime.server.sampling import submits_of
 from busload_runtime.server.service import Service
 from busload_runtime.server.text import TextStream
 from busload_runtime.server.tokenise import PromptEncoder
+from busload_runtime.server.trace import Trace
 
 _CLIENT_CLOSED = 499  # the customary status for "nobody reads this"; only the log sees it
 
@@ -144,6 +145,9 @@ class _Call(Generic[Body]):
         n = body.n or 1
         self.leads = [lead for prompt in prompts for lead in [self.endpoint.lead(body, text, prompt)] * n]
         self.trace.prompt_tokens = sum(map(len, prompts))
+        if self.service.log_prompts:
+            decode = text.model.tokenizer.decode
+            self.trace.prompts = [decode(prompt[:MAX_PROMPT_CHARACTERS])[:MAX_PROMPT_CHARACTERS] for prompt in prompts]
         tokenizer = text.model.tokenizer
         stop, min_tokens = body.stop_strings(), body.min_tokens or 0
         self.generation.submit(
@@ -224,6 +228,8 @@ class _Call(Generic[Body]):
         self.generation.close()
         if self.generation.choices:
             self.trace.output_tokens = self.generation.output_tokens
+            if self.trace.first_token_seconds is not None:
+                self.trace.cached_tokens = sum(choice.cached_tokens for choice in self.generation.choices)
             if self.trace.reason is None:
                 reasons = [choice.finish_reason or "" for choice in self.generation.choices]
                 self.trace.reason = ",".join(dict.fromkeys(reasons))

@@ -1,38 +1,20 @@
 """The outermost layer of the app: arrival time, request id, connection closing, one log line per request."""
 
-import json
 import secrets
 import time
-from dataclasses import dataclass
-from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from busload_runtime.server.access_log import log_request
 from busload_runtime.server.connection import EXTENSION, HttpConnection
 from busload_runtime.server.errors import ApiError
-from busload_runtime.server.log import write_line
 from busload_runtime.server.service import Service
 from busload_runtime.server.tenants import ANYBODY, Tenant, tenant_of_header
+from busload_runtime.server.trace import Trace
 
 # Asked for every few seconds by probes and scrapers, and a 503 is one of their normal answers: not logged.
 _QUIET_PATHS = ("/health/", "/metrics")
-
-
-@dataclass(slots=True)
-class Trace:
-    """One HTTP request as the log line tells it. Routes fill in what they know; prompt text is never part of it."""
-
-    id: str
-    arrival: float
-    prompt_tokens: int | None = None
-    output_tokens: int | None = None
-    queue_seconds: float | None = None
-    first_token_seconds: float | None = None
-    reason: str | None = None
-    tenant: Tenant = ANYBODY
-    promised: bool = False
-    """It came on a connection that an earlier answer let the client keep."""
 
 
 class Edge:
@@ -76,7 +58,13 @@ class Edge:
         finally:
             self._service.open_responses -= 1
             if status not in (200, 503) or not scope["path"].startswith(_QUIET_PATHS):
-                log_request(scope, status, trace)
+                self._tell(scope, status, trace)
+
+    def _tell(self, scope: Scope, status: int, trace: Trace) -> None:
+        service, path = self._service, scope["path"]
+        log_request(scope["method"], path, status, trace, service.log_format)
+        if service.tracing is not None:
+            service.tracing.record(path, dict(Headers(scope=scope)), status, trace)
 
     def _tenant(self, scope: Scope) -> Tenant:
         """Whose request it is. Raises `ApiError` 401 where a key is needed and missing."""
@@ -90,26 +78,3 @@ class Edge:
 def _is_open(path: str) -> bool:
     """Probes and scrapers come without a key, from inside the cluster, and see no text."""
     return path == "/metrics" or path.startswith("/health/")
-
-
-def log_request(scope: Scope, status: int, trace: Trace) -> None:
-    """Writes the JSON line. `status` 0: the client left before there was one."""
-    line: dict[str, Any] = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "id": trace.id,
-        "method": scope["method"],
-        "path": scope["path"][:200],
-        "tenant": None if trace.tenant is ANYBODY else trace.tenant.label,
-        "status": status,
-        "prompt_tokens": trace.prompt_tokens,
-        "output_tokens": trace.output_tokens,
-        "queue_seconds": _rounded(trace.queue_seconds),
-        "ttft_seconds": _rounded(trace.first_token_seconds),
-        "seconds": _rounded(time.monotonic() - trace.arrival),
-        "reason": trace.reason,
-    }
-    write_line(json.dumps({key: value for key, value in line.items() if value is not None}))
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 4)

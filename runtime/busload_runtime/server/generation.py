@@ -12,12 +12,12 @@ import msgspec
 from busload_runtime.engine.messages import GRAMMAR_ERROR, Submit, TokenOut
 from busload_runtime.server.admission import Admission
 from busload_runtime.server.deadline import Deadline
-from busload_runtime.server.edge import Trace
 from busload_runtime.server.engine_client import EngineClient
 from busload_runtime.server.errors import ApiError
 from busload_runtime.server.logprobs import ScoredText, ScoredToken
 from busload_runtime.server.metrics import Metrics
 from busload_runtime.server.text import TextStream
+from busload_runtime.server.trace import Trace
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):

@@ -36,6 +36,7 @@ from busload_runtime.server.metrics import Metrics
 from busload_runtime.server.options import ServeOptions
 from busload_runtime.server.service import Service
 from busload_runtime.server.tokenise import PromptEncoder
+from busload_runtime.server.tracing import start_tracing
 
 EXIT_OK, EXIT_ENGINE, EXIT_USAGE = 0, 1, 2
 _PROGRESS_SECONDS = 2.0
@@ -112,6 +113,9 @@ class _Serve:
             client,
             timeouts=options.timeouts,
             tenant_header=options.tenant_header,
+            log_format=options.log_format,
+            log_prompts=options.log_prompts,
+            tracing=start_tracing(options.served_model_name, options.otlp_endpoint) if options.otlp_endpoint else None,
         )
         if self._keys is not None and options.api_keys_file is not None:
             service.on_keys(self._keys)
@@ -144,6 +148,8 @@ class _Serve:
             await serving
             await client.close()
             await service.grammars.close()
+            if service.tracing is not None:
+                await asyncio.to_thread(service.tracing.close)
 
     async def _load(self, service: Service) -> bool:
         """Waits for tokeniser and engine. False: told to stop, or the engine failed. Raises `StartupError`."""

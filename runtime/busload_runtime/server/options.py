@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from busload_runtime.contract import Limits, LimitsDocument, LimitsError, parse_limits
+from busload_runtime.server.access_log import FORMATS
 from busload_runtime.server.deadline import MAX_SECONDS, Timeouts
 from busload_runtime.server.errors import StartupError
 from busload_runtime.server.limits_file import parse_limits_file, read_limits
@@ -30,6 +31,9 @@ class ServeOptions:
     timeouts: Timeouts
     api_keys_file: Path | None
     tenant_header: str
+    log_format: str
+    log_prompts: bool
+    otlp_endpoint: str
 
     def check(self) -> None:
         """Raises `StartupError` naming the flag, its value and what is allowed. The limits have their own check."""
@@ -55,6 +59,13 @@ class ServeOptions:
                     f"--{name}-timeout must be above 0 and at most {MAX_SECONDS:.0f} seconds, "
                     f"got {getattr(self.timeouts, name):g}"
                 )
+        if self.log_format not in FORMATS:
+            raise StartupError(f"--log-format must be {' or '.join(FORMATS)}, got {self.log_format!r:.80}")
+        if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise StartupError(
+                "--otlp-endpoint must be the URL of a collector such as http://127.0.0.1:4318/v1/traces, "
+                f"got {self.otlp_endpoint!r:.200}"
+            )
         if not 1 <= self.engine_timeout < math.inf:
             raise StartupError(f"--engine-timeout must be 1 or more seconds, got {self.engine_timeout:g}")
 

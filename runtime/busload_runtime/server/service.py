@@ -13,6 +13,7 @@ from busload_runtime.server.errors import ApiError
 from busload_runtime.server.grammar_check import GrammarChecker
 from busload_runtime.server.metrics import Metrics
 from busload_runtime.server.tokenise import PromptEncoder
+from busload_runtime.server.tracing import Tracing
 
 _BODY_BYTES_PER_TOKEN = 64
 
@@ -33,6 +34,9 @@ class Service:
     """API keys in force; None: everybody is welcome."""
     tenant_header: str = ""
     """Name of the header that tells tenants apart; empty: none does."""
+    log_format: str = "json"
+    log_prompts: bool = False
+    tracing: Tracing | None = None
     quiescing: bool = False
     """SIGUSR1 or SIGTERM came: not ready, and every response closes its connection."""
     open_responses: int = 0

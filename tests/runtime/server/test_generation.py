@@ -11,11 +11,11 @@ from busload_runtime.engine.messages import Submit, TokenOut
 from busload_runtime.server import generation as generation_module
 from busload_runtime.server.admission import Admission
 from busload_runtime.server.deadline import Deadline, Timeouts
-from busload_runtime.server.edge import Trace
 from busload_runtime.server.errors import ApiError
 from busload_runtime.server.generation import Generation, Piece
 from busload_runtime.server.metrics import Metrics
 from busload_runtime.server.text import TextStream
+from busload_runtime.server.trace import Trace
 
 
 class PlayedEngine:

@@ -9,11 +9,11 @@ from busload_runtime.contract import METRICS, Limits
 from busload_runtime.engine.messages import Submit
 from busload_runtime.server.admission import Admission
 from busload_runtime.server.deadline import Deadline, Timeouts
-from busload_runtime.server.edge import Trace
 from busload_runtime.server.errors import ApiError
 from busload_runtime.server.generation import Generation
 from busload_runtime.server.metrics import Metrics
 from busload_runtime.server.text import TextStream
+from busload_runtime.server.trace import Trace
 
 
 def test_the_first_scrape_holds_every_family_and_nothing_else() -> None:
