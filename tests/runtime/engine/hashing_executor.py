@@ -7,13 +7,20 @@ before it was written gives another token or a `KeyError`.
 
 from collections.abc import Sequence
 
-from busload_runtime.engine.plan import Chunk, Plan, Sampled, SamplingParams
+from busload_runtime.engine.plan import Chunk, Logprobs, Plan, Sampled, SamplingParams
 
 VOCABULARY = 50_000
 
 
 def _mix(*values: int) -> int:
     return hash(values) & 0xFFFF_FFFF
+
+
+def logprobs_of(token: int, num_top: int | None) -> Logprobs | None:
+    """Made up, but of the token: those of another one are not the same."""
+    if num_top is None:
+        return None
+    return Logprobs(-token / 7, tuple((token + place, -token / 7 - place) for place in range(num_top)))
 
 
 class HashingExecutor:
@@ -53,7 +60,8 @@ class HashingExecutor:
             if chunk.sampling is not None:
                 self._check_history(chunk, chunk.sampling)
                 content = [self._written[self._place(chunk, position)] for position in range(chunk.length_after)]
-                sampled.append(Sampled(chunk.request_id, draw(content, chunk.sampling.seed, chunk.sample_index)))
+                token = draw(content, chunk.sampling.seed, chunk.sample_index)
+                sampled.append(Sampled(chunk.request_id, token, logprobs_of(token, chunk.sampling.logprobs)))
         return sampled
 
     def _check(self, plan: Plan) -> None:

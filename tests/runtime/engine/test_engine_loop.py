@@ -1,7 +1,7 @@
 """The step loop on a clock the test moves: integrals, counters, limits."""
 
 import pytest
-from hashing_executor import HashingExecutor, expected_text
+from hashing_executor import HashingExecutor, expected_text, logprobs_of
 
 from busload_runtime.contract import Limits
 from busload_runtime.engine.loop import Engine
@@ -76,6 +76,20 @@ def test_a_request_carries_only_what_it_asks_for() -> None:
     for ids in ({-1: 1.0}, {executor.vocab_size: 1.0}):
         (refused,) = engine.submit(Submit(4, [1], 2, logit_bias=ids))
         assert refused.error == f"logit_bias ids must be from 0 to {executor.vocab_size - 1}"
+
+
+def test_logprobs_go_with_their_tokens_also_over_a_preemption() -> None:
+    """Three requests in a pool for less than two; only some ask, each for its own number."""
+    engine, _ = build(Clock(), blocks=16)
+    for request, asked in ((1, 2), (2, None), (3, 0)):
+        assert engine.submit(Submit(request, [request] * 6, 40, seed=request, logprobs=asked)) == []
+    outputs = run_all(engine)
+    assert engine.stats().preemptions > 0
+    for request, asked in ((1, 2), (2, None), (3, 0)):
+        own = [output for output in outputs if output.request_id == request]
+        tokens = [output.token for output in own if output.token is not None]
+        assert tokens == expected_text([request] * 6, 40, request)
+        assert [output.logprobs for output in own] == [logprobs_of(token, asked) for token in tokens]
 
 
 def test_integrals_are_levels_times_the_time_they_held() -> None:

@@ -5,7 +5,8 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from busload_runtime.engine.messages import Abort, Submit, ToEngine
+from busload_runtime.engine.messages import Abort, FromEngine, Submit, ToEngine, TokenOut, Tokens
+from busload_runtime.engine.plan import Logprobs
 from busload_runtime.engine.wire import FrameReader, FrameWriter
 
 messages = st.builds(Abort, st.integers(0, 2**40)) | st.builds(
@@ -33,6 +34,13 @@ def test_messages_come_out_whole_and_in_order_however_the_bytes_are_cut(
             received += taken
         assert subject.take(most) == []
     assert received == sent
+
+
+def test_logprobs_arrive_as_they_were() -> None:
+    sent = Tokens([TokenOut(1, 5, logprobs=Logprobs(-0.5, ((5, -0.5), (9, -1.25)))), TokenOut(2, 6)])
+    subject: FrameReader[FromEngine] = FrameReader(FromEngine)
+    subject.feed(bytes(FrameWriter().frame(sent)))
+    assert subject.take(1) == [sent]
 
 
 def test_what_is_no_message_is_an_error() -> None:
