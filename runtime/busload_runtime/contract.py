@@ -16,6 +16,11 @@ from typing import Any
 #    "objectives": {"timeToFirstTokenMs": 2000, "interTokenLatencyMs": 100},       # both optional, as is the whole
 #    "stepLaw": {"a": 0.0076, "b": 0.00017, "c": 0, "d": 0.000048}}                # seconds; absent: nothing is known
 # The generation counts changes of limits. Objectives and step law may change under one generation.
+# `version` is left out while it is 1. A later version may add fields, and must not change or need them: an operator is
+# upgraded before its pods, so a pod ignores what it does not know in a document of a version later than its own. In one
+# of its own version an unknown field is a mistake, and refused. The same holds for metrics: the operator does without
+# those that the pods of version 1 lack.
+VERSION = 1
 LIMITS_KEY = "limits.json"
 LIMITS_GENERATION_ANNOTATION = "busload.dev/limits-generation"
 
@@ -140,7 +145,10 @@ def parse_limits(text: str) -> LimitsDocument:
         raise LimitsError("limits document is nested too deeply") from None
     if not isinstance(body, dict):
         raise LimitsError(f"limits document must be an object, got {type(body).__name__}")
-    _known(body, {"generation", "default", "trial", "objectives", "stepLaw"}, "limits document")
+    version = _integer(body.get("version", VERSION), "version", 1, 2**31)
+    if version > VERSION:
+        body = _without_unknown(body, _FIELDS)
+    _known(body, set(_FIELDS), "limits document")
     generation = _integer(body.get("generation"), "generation", 0, 2**53)
     default = _limits(body.get("default"), "default")
     pace = parse_pace({name: body[name] for name in ("objectives", "stepLaw") if name in body})
@@ -154,6 +162,15 @@ def parse_limits(text: str) -> LimitsDocument:
     if not isinstance(pod, str) or not pod:
         raise LimitsError(f"trial.pod must be the name of a pod, got {pod!r:.80}")
     return LimitsDocument(generation, default, pod, _limits(trial.get("limits"), "trial.limits"), pace)
+
+
+def _without_unknown(body: dict[str, Any], fields_of: dict[str, Any]) -> dict[str, Any]:
+    """The part of a document that this version knows."""
+    return {
+        name: _without_unknown(value, inner) if isinstance(value, dict) and (inner := fields_of[name]) else value
+        for name, value in body.items()
+        if name in fields_of
+    }
 
 
 def parse_pace(body: Any) -> Pace:
@@ -223,6 +240,18 @@ def _known(body: dict[str, Any], allowed: set[str], where: str) -> None:
 def _camel(name: str) -> str:
     head, *tail = name.split("_")
     return head + "".join(word.capitalize() for word in tail)
+
+
+_LIMITS_FIELDS: dict[str, Any] = {_camel(name): {} for name in _RANGES}
+_FIELDS: dict[str, Any] = {
+    "version": {},
+    "generation": {},
+    "default": _LIMITS_FIELDS,
+    "trial": {"pod": {}, "limits": _LIMITS_FIELDS},
+    "objectives": {name: {} for name in _OBJECTIVES},
+    "stepLaw": {field.name: {} for field in fields(StepLaw)},
+}
+"""Of a limits document of this version, each with the fields inside it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
 """The work that requests bring, in replicas: what arrived, how long it is, and what it will be one lead time from now.
 
-Offered work is `arrivals/s x (d*P + D*(b + c*h))`: seconds of pure work per second, so the number of replicas that
-would be busy all the time with nothing shared (P prompt tokens computed and D output tokens of a request, h KV tokens
-it holds on average). The past is recomputed with today's law and lengths; otherwise learning them would look like a
-change of the load.
+Offered work is `prompt tokens/s x d*s + requests/s x D*(b + c*h)`, both as they arrive: seconds of pure work per
+second, so the number of replicas that would be busy all the time with nothing shared (s the share of prompt tokens that
+is computed, D output tokens of a request, h KV tokens it holds on average). Where pods do not count the prompt tokens
+that arrive, it is the mean prompt of a request instead. The past is recomputed with today's law and lengths; otherwise
+learning them would look like a change of the load.
 """
 
 import math
@@ -39,10 +40,8 @@ class Arrivals:
     start: float
     end: float
     requests: float
-
-    @property
-    def rate(self) -> float:
-        return self.requests / (self.end - self.start)
+    prompt_tokens: float | None = None
+    """Of these requests; None: a pod does not count them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +54,9 @@ class Lengths:
     prompt_tokens: float = 0.0
     batch_seconds: float = 0.0
     kv_token_seconds: float = 0.0
+    asked: float = 0.0
+    """Finished requests whose prompt tokens are known, as they were sent, and these."""
+    asked_tokens: float = 0.0
 
     @property
     def known(self) -> bool:
@@ -71,6 +73,13 @@ class Lengths:
         return self.prompt_tokens / self.started
 
     @property
+    def computed_share(self) -> float | None:
+        """Prompt tokens computed (prefix caches save some, preemptions repeat some) over those sent; None: unknown."""
+        if self.asked <= 0 or self.asked_tokens <= 0 or self.started <= 0:
+            return None
+        return self.prompt / (self.asked_tokens / self.asked)
+
+    @property
     def held(self) -> float:
         """KV tokens of a running request, over its time in the batch."""
         return self.kv_token_seconds / self.batch_seconds
@@ -83,10 +92,14 @@ def count_arrivals(old: tuple[Arrivals, ...], windows: Sequence[PodWindow], read
     start = max(end - fmean(w.end - w.start for w in windows), old[-1].end if old else -math.inf)
     if start >= end:
         return old
-    rate = sum(w.arrived / w.seconds for w in windows) * ready / len(windows)
-    new = Arrivals(start, end, rate * (end - start))
+    seconds = (end - start) * ready / len(windows)
+    told = [w.prompt_tokens_arrived / w.seconds for w in windows if w.prompt_tokens_arrived is not None]
+    tokens = seconds * sum(told) if len(told) == len(windows) else None
+    new = Arrivals(start, end, seconds * sum(w.arrived / w.seconds for w in windows), tokens)
     if old and start - old[-1].end < 1.0 and old[-1].end - old[-1].start < BIN_SECONDS - 0.5:
-        new = Arrivals(old[-1].start, end, old[-1].requests + new.requests)
+        last = old[-1]
+        both = None if tokens is None or last.prompt_tokens is None else last.prompt_tokens + tokens
+        new = Arrivals(last.start, end, last.requests + new.requests, both)
         old = old[:-1]
     return (*(a for a in old if a.end > end - KEPT_SECONDS), new)
 
@@ -95,6 +108,7 @@ def learn_lengths(old: Lengths, windows: Sequence[PodWindow]) -> Lengths:
     """The lengths with one more round of windows."""
     finished = sum(w.finished for w in windows)
     started = sum(w.ttft_count for w in windows)
+    told = [(w.finished, w.finished_prompt_tokens) for w in windows if w.finished_prompt_tokens is not None]
     ended, begun = math.exp(-finished / _LENGTH_REQUESTS), math.exp(-started / _LENGTH_REQUESTS)
     return Lengths(
         finished=ended * old.finished + finished,
@@ -103,6 +117,8 @@ def learn_lengths(old: Lengths, windows: Sequence[PodWindow]) -> Lengths:
         prompt_tokens=begun * old.prompt_tokens + sum(w.prefill_tokens for w in windows),
         batch_seconds=ended * old.batch_seconds + sum(w.batch_seconds for w in windows),
         kv_token_seconds=ended * old.kv_token_seconds + sum(w.kv_token_seconds for w in windows),
+        asked=ended * old.asked + sum(requests for requests, _ in told),
+        asked_tokens=ended * old.asked_tokens + sum(tokens for _, tokens in told),
     )
 
 
@@ -111,15 +127,35 @@ class Cost:
     """What a request costs by the law, and a place in the batch."""
 
     work: float
-    """Seconds of pure work per request, `d*P + D*(b + c*h)`."""
+    """Seconds of pure work per request of the mean lengths, `d*P + D*(b + c*h)`."""
     slope: float
     """Seconds that a place in the batch adds to a step, `g = b + c*h + d*P/D`."""
+    decode: float = 0.0
+    """The part of `work` that is not the prompt's."""
+    prompt_token: float | None = None
+    """Seconds per prompt token that is sent, `d*s`; None: unknown."""
+
+    def of(self, arrivals: Sequence[Arrivals]) -> float:
+        """Seconds of work that these requests bring."""
+        total = 0.0
+        for a in arrivals:
+            if a.prompt_tokens is None or self.prompt_token is None:
+                total += a.requests * self.work
+            else:
+                total += a.requests * self.decode + a.prompt_tokens * self.prompt_token
+        return total
+
+    def rate(self, arrivals: Sequence[Arrivals]) -> float:
+        """The same per second."""
+        return self.of(arrivals) / sum(a.end - a.start for a in arrivals)
 
 
 def cost(law: Law, lengths: Lengths) -> Cost:
     """Of requests of these lengths, which must be known."""
-    work = law.d * lengths.prompt + lengths.output * (law.b + law.c * lengths.held)
-    return Cost(work, work / lengths.output)
+    decode = lengths.output * (law.b + law.c * lengths.held)
+    work = law.d * lengths.prompt + decode
+    share = lengths.computed_share
+    return Cost(work, work / lengths.output, decode, None if share is None else law.d * share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +180,8 @@ class Forecast:
         return max(self.level, self.short * onward)
 
 
-def forecast(arrivals: Sequence[Arrivals], work: float, lead: float) -> Forecast | None:
-    """None with less than 20 s of arrivals in the last minute. `work` per request and `lead` are in seconds."""
+def forecast(arrivals: Sequence[Arrivals], each: Cost, lead: float) -> Forecast | None:
+    """None with less than 20 s of arrivals in the last minute. `lead` in seconds."""
     if not arrivals:
         return None
     now = arrivals[-1].end
@@ -153,13 +189,9 @@ def forecast(arrivals: Sequence[Arrivals], work: float, lead: float) -> Forecast
     if sum(a.end - a.start for a in minute) < MIN_SECONDS:
         return None
     late = [a for a in minute if a.end > now - SHORT_SECONDS]
-    level, short = work * _rate(minute), work * _rate(late)
-    before = [work * a.rate for a in minute if a.end <= now - SHORT_SECONDS]
-    return Forecast(level, short, _jump(before, short, len(late)), _burst_floor(arrivals, work, lead))
-
-
-def _rate(arrivals: Sequence[Arrivals]) -> float:
-    return sum(a.requests for a in arrivals) / sum(a.end - a.start for a in arrivals)
+    level, short = each.rate(minute), each.rate(late)
+    before = [each.rate([a]) for a in minute if a.end <= now - SHORT_SECONDS]
+    return Forecast(level, short, _jump(before, short, len(late)), _burst_floor(arrivals, each, lead))
 
 
 def _jump(before: list[float], short: float, bins: int) -> float:
@@ -172,14 +204,14 @@ def _jump(before: list[float], short: float, bins: int) -> float:
     return short / mean if mean > 0 else _MOST_RATIO
 
 
-def _burst_floor(arrivals: Sequence[Arrivals], work: float, lead: float) -> float | None:
+def _burst_floor(arrivals: Sequence[Arrivals], each: Cost, lead: float) -> float | None:
     """What 95% of the 15 s means need, where these scatter widely and say nothing about one lead time later."""
     if arrivals[-1].end - arrivals[0].start < 300.0:
         return None
     groups: dict[int, list[Arrivals]] = {}
     for a in arrivals:
         groups.setdefault(int(a.start // SHORT_SECONDS), []).append(a)
-    values = [work * _rate(group) for group in groups.values()]
+    values = [each.rate(group) for group in groups.values()]
     mean = fmean(values)
     if len(values) < 20 or mean <= 0 or stdev(values) <= _BURST_SCATTER * mean:
         return None

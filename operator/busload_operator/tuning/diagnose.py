@@ -67,6 +67,9 @@ def _without_queue(seen: View, law: Law | None, objectives: Objectives) -> Diagn
     if law is not None and law.usable and _prefill_share(law, seen) > 0.5:
         share = words.percent(_prefill_share(law, seen))
         return Diagnosis(Bottleneck.PREFILL_BOUND, f"{batch}; {share} of step time goes to prompts.")
+    if seen.itl is None and seen.prefill_per_step > 0:
+        prompts = f"a step computes {words.number(seen.prefill_per_step)} prompt tokens"
+        return Diagnosis(Bottleneck.PREFILL_BOUND, f"{batch}; {prompts}, and no request got a second token.")
     if bend is None:
         kind = Bottleneck.UNDER_BATCHED if seen.batch < 0.5 * seen.batch_limit else Bottleneck.DECODE_BOUND
         return Diagnosis(kind, f"{batch}; {itl}.")

@@ -98,7 +98,7 @@ class Sizing:
 
 def plan(old: Sizing, seen: Seen) -> tuple[Sizing, Plan | None]:
     """One step further; no plan while too little has arrived to say anything."""
-    offered = forecast(seen.arrivals, seen.cost.work, seen.lead)
+    offered = forecast(seen.arrivals, seen.cost, seen.lead)
     most = seen.batch * seen.cost.slope / (seen.law.a + seen.batch * seen.cost.slope)
     if offered is None or not most > 0:
         return unplanned(old, seen.now), None
@@ -155,8 +155,7 @@ def _learn(sizing: Sizing, seen: Seen, most: float, late: bool) -> Sizing:
     recent = [a for a in seen.arrivals if a.end > seen.now - _LOAD_SECONDS]
     if not recent:
         return sizing
-    rate = sum(a.requests for a in recent) / sum(a.end - a.start for a in recent)
-    load = seen.cost.work * rate / max(1, seen.ready) / most
+    load = seen.cost.rate(recent) / max(1, seen.ready) / most
     outcomes = replace(seen.outcomes, load=load)
     kappa = learn_kappa(sizing.kappa, outcomes, late, seen.replicas)
     return replace(sizing, kappa=kappa, errors=learn_quantile(sizing.errors, seen.outcomes))

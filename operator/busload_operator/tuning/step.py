@@ -448,7 +448,7 @@ def _recommend(
     text = "only recommended, nothing was changed."
     decision = replace(
         decision,
-        message=f"Recommended: {decision.message} As a merge patch: {_patch(decision)}",
+        message=f"Recommended: {decision.message} As a merge patch: {merge_patch(decision)}",
         outcome=Outcome(Verdict.INCONCLUSIVE, message=text),
         applied=False,
     )
@@ -457,11 +457,13 @@ def _recommend(
     return state, decision, (), target, hold
 
 
-def _patch(decision: Decision) -> str:
+def merge_patch(decision: Decision) -> str:
     """The recommendation as a JSON merge patch of the service, for a pull request or `kubectl patch --type merge`: a
-    bound moves what is in force even where tuning only recommends."""
-    end = "min" if decision.after > decision.before else "max"
-    return json.dumps({"spec": {"bounds": {decision.knob.value: {end: decision.after}}}}, separators=(",", ":"))
+    bound moves what is in force even where tuning only recommends. `initial` goes along, which must stay inside."""
+    bounds = {"min" if decision.after > decision.before else "max": decision.after}
+    if decision.knob is not Knob.REPLICAS:
+        bounds["initial"] = decision.after
+    return json.dumps({"spec": {"bounds": {decision.knob.value: bounds}}}, separators=(",", ":"))
 
 
 def _numbers(s: Situation) -> tuple[tuple[str, str], ...]:

@@ -1,5 +1,6 @@
 """A change that one pod tries first, on its way: document, status, events, and what a restart makes of it."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from busload_operator.control.service import Service, read_service
 from busload_operator.control.tuner import Tuner
 from busload_operator.tuning.learned import Learned
 from busload_operator.tuning.state import State
+from busload_operator.tuning.step import merge_patch
 from busload_operator.tuning.types import Bottleneck, Inputs, Knob, Outcome, Reason, Result, Trial, Verdict
 from busload_runtime.contract import parse_limits
 
@@ -227,3 +229,37 @@ def test_events_of_outcomes() -> None:
     ]
     assert [event[1] for event in transitions(trying, told(Verdict.ROLLED_BACK, False))] == ["RolledBack"]
     assert transitions(trying, told(Verdict.INCONCLUSIVE, False)) == []
+
+
+@pytest.mark.parametrize(
+    ("knob", "before", "after", "field"),
+    [
+        (Knob.BATCH_SIZE, 4, 8, "batch_size"),
+        (Knob.BATCH_SIZE, 32, 12, "batch_size"),
+        (Knob.KV_CACHE_PERCENT, 50, 70, "kv_cache_percent"),
+        (Knob.MAX_SEQUENCE_LENGTH, 4096, 2048, "max_sequence_length"),
+        (Knob.MAX_SEQUENCE_LENGTH, 4096, 8192, "max_sequence_length"),
+        (Knob.REPLICAS, 1, 3, "replicas"),
+    ],
+)
+def test_the_patch_of_a_recommendation_makes_a_valid_spec_that_moves_it(
+    knob: Knob, before: int, after: int, field: str
+) -> None:
+    """As somebody would merge it into the spec that it was recommended for, whose `initial` is the value before."""
+    name = knob.value
+    wide = {"batchSize": (1, 64), "kvCachePercent": (20, 90), "maxSequenceLength": (1024, 8192), "replicas": (1, 4)}
+    bounds: dict[str, Any] = {"min": wide[name][0], "max": wide[name][1]}
+    if knob is not Knob.REPLICAS:
+        bounds["initial"] = before
+    recommend = {"mode": "Recommend"}
+    service = read(bounds={name: bounds}, tuning=recommend)
+    tuner = Tuner.recover(service, None, None)
+    tuner.conform(service)
+
+    def now() -> int:
+        return int(getattr(tuner.in_force if knob is Knob.REPLICAS else tuner.in_force.limits, field))
+
+    assert now() == before
+    patch = json.loads(merge_patch(decision(knob=knob, before=before, after=after)))["spec"]["bounds"]
+    tuner.conform(read(bounds={name: bounds | patch[name]}, tuning=recommend))
+    assert now() == after

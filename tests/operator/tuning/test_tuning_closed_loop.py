@@ -273,7 +273,7 @@ def test_recommend_and_off_change_nothing(mode: Mode) -> None:
         return
     assert [(d.knob, d.before, d.after, d.applied) for d in made] == [(Knob.BATCH_SIZE, 4, 8, False)]
     assert made[0].message.startswith("Recommended: batchSize 4 -> 8")
-    assert made[0].message.endswith('As a merge patch: {"spec":{"bounds":{"batchSize":{"min":8}}}}')
+    assert made[0].message.endswith('As a merge patch: {"spec":{"bounds":{"batchSize":{"min":8,"initial":8}}}}')
     hold = service.results[-1][1].hold
     assert hold is not None
     assert hold.startswith("Only recommended")

@@ -45,6 +45,22 @@ def test_what_older_pods_lack_is_unknown_and_not_zero() -> None:
     assert {name for name in every if "{" not in name} <= {m.name for m in METRICS}
 
 
+def test_pods_of_the_first_version_have_all_that_is_needed() -> None:
+    """An operator is upgraded before its pods: what they do not export must be optional."""
+    first = set(FIRST_VERSION.split())
+    assert {name.removeprefix("busload_") for name in SAMPLES.values()} <= first
+
+
+FIRST_VERSION = """
+engine_clock_seconds engine_steps_total engine_busy_seconds_total step_batch_total step_kv_tokens_total
+step_prefill_tokens_total generated_tokens_total requests_arrived_total preemptions_total batch_seconds_total
+queue_seconds_total kv_token_seconds_total time_to_first_token_seconds_sum time_to_first_token_seconds_count
+inter_token_latency_seconds_sum inter_token_latency_seconds_count output_length_tokens_sum output_length_tokens_count
+vllm:num_requests_running vllm:num_requests_waiting kv_blocks kv_blocks_free kv_block_size_tokens limits_generation
+limit_max_sequence_length limit_batch_size limit_kv_cache_percent limit_token_budget
+"""
+
+
 def test_lengths_come_whole_or_not_at_all() -> None:
     lengths = {name: float(i) for i, name in enumerate(LENGTH_SAMPLES)}
     assert counters_from_samples(EVERY | lengths).sequence_lengths == tuple(map(float, range(len(SEQUENCE_LENGTHS))))

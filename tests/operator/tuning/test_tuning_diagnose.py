@@ -37,6 +37,12 @@ NOTHING_PREFILLED = {"prefill_per_token": 0.0, "prefill_per_step": 0.0, "kv_per_
         (replace(CALM, batch=9.0, **NOTHING_PREFILLED), LAW, Bottleneck.DECODE_BOUND, "50ms"),
         (replace(CALM, batch=18.0, **NOTHING_PREFILLED), LAW, Bottleneck.SATURATED, "18.0"),
         (replace(CALM, prefill_per_step=200.0), LAW, Bottleneck.PREFILL_BOUND, "of step time goes to prompts"),
+        (
+            replace(CALM, batch=3.0, itl=None, prefill_per_step=500.0),
+            None,
+            Bottleneck.PREFILL_BOUND,
+            "no request got a",
+        ),
         (replace(CALM, batch=3.0), replace(LAW, usable=False), Bottleneck.DECODE_BOUND, "3.0 of 4"),
     ],
 )

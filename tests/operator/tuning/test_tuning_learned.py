@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from busload_operator.tuning.codec import decode, dumps, encode
 from busload_operator.tuning.fit import Fit, add, solve
+from busload_operator.tuning.headroom import PRIOR_SIZE, Errors, Kappa
 from busload_operator.tuning.learned import (
     MAX_ENTRIES,
     Identity,
@@ -19,6 +20,7 @@ from busload_operator.tuning.learned import (
     learn,
     recall,
 )
+from busload_operator.tuning.sizing import Sizing
 from busload_operator.tuning.state import State, Usage
 from busload_operator.tuning.window import PodWindow
 
@@ -60,7 +62,19 @@ def fits(draw: st.DrawFn) -> Fit:
 
 
 optional = st.none() | st.floats(0, 1e6)
-learneds = st.builds(Learned, fits(), optional, optional, st.none() | st.integers(1, 100))
+share = st.none() | st.floats(0.01, 1.1)
+learneds = st.builds(
+    Learned,
+    fits(),
+    optional,
+    optional,
+    st.none() | st.integers(1, 100),
+    st.none() | st.integers(16, 10**6),
+    share,
+    share,
+    share,
+    st.just(()) | st.lists(st.floats(0, 10), min_size=PRIOR_SIZE, max_size=PRIOR_SIZE).map(tuple),
+)
 identities = st.builds(Identity, st.text(max_size=8), st.text(max_size=4), st.text(max_size=8))
 
 
@@ -160,3 +174,39 @@ def test_what_is_corrupt_is_refused(text: str, hint: str) -> None:
     with pytest.raises(UnusableMemoryError) as caught:
         Memory.from_json(text)
     assert hint in str(caught.value)
+
+
+def test_what_was_learned_of_planning_goes_on_after_a_restart() -> None:
+    seen = tuple((15.0 * i, 1.0 + 0.01 * i) for i in range(60))
+    errors = Errors(seen=seen, quantile=0.86, quantile_at=900.0)
+    kappa = Kappa(value=0.7, bad=0.75, since=0.0, changed_at=800.0)
+    before = replace(State.initial(), sizing=Sizing(errors=errors, kappa=kappa))
+    again = recall(
+        Memory.from_json(Memory().with_(CHAT, learn(before, 90, Learned())).to_json()).of(CHAT) or Learned(), 1
+    )
+    assert (again.sizing.kappa.value, again.sizing.kappa.bad) == (0.7, 0.75)
+    assert again.sizing.errors.quantile == 0.86
+    assert again.sizing.errors.up == pytest.approx(errors.up, rel=0.03)
+    assert again.sizing.errors.up > 1.1 * Errors(quantile=0.86).up, "not what is assumed of any service"
+    assert learn(again, 90, learn(before, 90, Learned())) == learn(before, 90, Learned()), "nothing new, nothing lost"
+
+
+def test_a_state_that_has_learned_nothing_of_planning_stores_nothing_of_it() -> None:
+    learned = learn(State.initial(), 90, Learned())
+    assert (learned.kappa, learned.kappa_bad, learned.quantile, learned.errors) == (None, None, None, ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"kappa": 0.0}, "kappa, kappa_bad and quantile must be above 0"),
+        ({"quantile": float("nan")}, "kappa, kappa_bad and quantile must be above 0"),
+        ({"errors": (1.0, 2.0)}, "errors must be 14 finite numbers"),
+        ({"errors": (float("inf"),) * PRIOR_SIZE}, "errors must be 14 finite numbers"),
+        ({"max_sequence_length": 0}, "max_sequence_length is 0; must be at least 1"),
+    ],
+)
+def test_planning_that_cannot_be_is_refused(changes: dict[str, object], says: str) -> None:
+    text = Memory().with_(CHAT, replace(Learned(), **changes)).to_json()  # type: ignore[arg-type]
+    with pytest.raises(UnusableMemoryError, match=says):
+        Memory.from_json(text)

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busload_operator.tuning.demand import Arrivals, Cost, Lengths, cost, forecast
+from busload_operator.tuning.demand import Arrivals, Cost, Lengths, cost, count_arrivals, forecast
 from busload_operator.tuning.headroom import Errors, Kappa, Outcomes, learn_errors, learn_kappa, learn_quantile
 from busload_operator.tuning.sizing import Plan, Seen, Sizing, changed, plan
 from busload_operator.tuning.types import Law
+from busload_operator.tuning.window import PodWindow
 
 LAW = Law(0.008, 0.0002, 0.0, 0.00005, 0.05, 100, 1.0, 60.0, True)
 COST = Cost(work=0.1, slope=0.0005)
@@ -56,6 +57,45 @@ def test_cost_of_a_request_and_of_a_place() -> None:
     assert found.slope == pytest.approx(found.work / 200)
 
 
+def test_prompt_tokens_count_as_they_arrive() -> None:
+    """Prompts ten times as long come in: the work is known before any of them has been computed or has finished."""
+    lengths = Lengths(100, 20_000, 100, 80_000, 50.0, 40_000.0, asked=100, asked_tokens=100_000)
+    found = cost(LAW, lengths)
+    assert lengths.computed_share == pytest.approx(0.8), "a prefix cache saves a fifth"
+    assert found.prompt_token == pytest.approx(0.8 * 0.00005)
+    usual = Arrivals(0.0, 5.0, 10.0, 10_000.0)
+    assert found.of([usual]) == pytest.approx(10 * found.work), "the mean prompt costs what it did"
+    longer = Arrivals(5.0, 10.0, 10.0, 100_000.0)
+    assert found.of([longer]) - found.of([usual]) == pytest.approx(90_000 * 0.8 * 0.00005)
+    load = tuple(Arrivals(5.0 * t, 5.0 * t + 5, 100.0, 100_000.0 if t < 12 else 500_000.0) for t in range(15))
+    ahead = forecast(load, found, 65.0)
+    assert ahead is not None
+    assert ahead.jump > 2, "a load of as many requests with longer prompts is a jump"
+
+
+def test_pods_that_do_not_count_prompt_tokens_have_the_mean_prompt() -> None:
+    lengths = Lengths(100, 20_000, 100, 80_000, 50.0, 40_000.0)
+    assert lengths.computed_share is None
+    found = cost(LAW, lengths)
+    assert found.of([Arrivals(0.0, 5.0, 10.0, 1e6)]) == pytest.approx(10 * found.work)
+    known = cost(LAW, replace(lengths, asked=100.0, asked_tokens=80_000.0))
+    assert known.of([Arrivals(0.0, 5.0, 10.0)]) == pytest.approx(10 * found.work)
+
+
+def window(pod: str, arrived: float, tokens: float | None) -> PodWindow:
+    flags = {"pod": pod, "waiting_throughout": False, "sequence_lengths": None}
+    base = dict.fromkeys(PodWindow.__dataclass_fields__, 0.0) | flags
+    here = {"start": 0.0, "end": 5.0, "seconds": 5.0, "arrived": arrived, "prompt_tokens_arrived": tokens}
+    return PodWindow(**base | here)  # type: ignore[arg-type]
+
+
+def test_arrivals_of_pods() -> None:
+    (found,) = count_arrivals((), [window("a", 10, 1000.0), window("b", 20, 5000.0)], ready=3)
+    assert (found.requests, found.prompt_tokens) == (pytest.approx(45), pytest.approx(9000))
+    (older,) = count_arrivals((), [window("a", 10, 1000.0), window("b", 20, None)], ready=2)
+    assert older.prompt_tokens is None
+
+
 def test_flat_load_is_sized_once() -> None:
     """20 requests/s of 0.1 s are 2 replicas of pure work; with 85% of 0.79 each and 1.12 for errors: 4."""
     for seed in range(5):
@@ -87,7 +127,7 @@ def test_a_step_is_bought_for_as_it_goes_on_and_not_in_flat_load() -> None:
     assert 600 < made[0][0] <= 620
     assert made[0][1] >= 9
     assert last.expected == pytest.approx(6.0, rel=0.15)
-    assert all(forecast(poisson(20, 600, s), 0.1, 65).jump == 1 for s in range(50))  # type: ignore[union-attr]
+    assert all(forecast(poisson(20, 600, s), COST, 65).jump == 1 for s in range(50))  # type: ignore[union-attr]
 
 
 def test_a_burst_that_is_over_is_not_bought_for() -> None:
@@ -118,7 +158,7 @@ def test_bursts_shorter_than_the_lead_get_a_floor_instead_of_purchases() -> None
     for t in range(0, 1800, 15):
         rate = 100.0 if rng.random() < 0.12 else 4.0
         load += [Arrivals(t + k, t + k + 5, 5 * rate) for k in (0, 5, 10)]
-    found = forecast(tuple(load), 0.1, 65.0)
+    found = forecast(tuple(load), COST, 65.0)
     assert found is not None
     assert found.floor == pytest.approx(10.0)
     made, _ = followed(tuple(load), 13)
@@ -126,7 +166,7 @@ def test_bursts_shorter_than_the_lead_get_a_floor_instead_of_purchases() -> None
 
 
 def test_too_little_is_no_plan() -> None:
-    assert forecast((), 0.1, 65.0) is None
+    assert forecast((), COST, 65.0) is None
     assert plan(Sizing(), seen((Arrivals(0.0, 5.0, 50.0),), 2))[1] is None
 
 
