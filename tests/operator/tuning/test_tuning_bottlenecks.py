@@ -28,6 +28,13 @@ def clients(count: int, prompt: int = 32, output: int = 128) -> Callable[[Servic
     return set_up
 
 
+def arrivals(rate: float, prompt: int, output: int) -> Callable[[Service], None]:
+    def set_up(service: Service) -> None:
+        service.rate, service.clients, service.client_request = lambda now: rate, 0, (prompt, output)
+
+    return set_up
+
+
 @dataclass(frozen=True)
 class Case:
     made_by: Callable[[Service], None]
@@ -50,11 +57,12 @@ CASES = [
     ),
     # 20 clients, places for all, a cache for five of them.
     Case(clients(20), Bottleneck.KV_BOUND, ("requests wait", "preemption", "of 32 places are taken"), {"blocks": 100}),
-    # Prompts of 1,000 tokens for answers of 20: there is place for all, and most of a step is prompts.
+    # Five requests in six seconds with prompts of 1,000 tokens and answers of 20: there is place for all, and a step's
+    # time goes to prompts.
     Case(
-        clients(20, prompt=1000, output=20),
+        arrivals(5 / 6, prompt=1000, output=20),
         Bottleneck.PREFILL_BOUND,
-        ("though only 19.4 of 32 places are taken", "a step computes 503 prompt tokens"),
+        ("of 32 places are taken and nothing waits", "% of step time goes to prompts"),
         {"blocks": 32_000, "objectives": Objectives(5.0, 1.0)},
     ),
     # Nothing waits, and a token takes longer than it may.
