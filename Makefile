@@ -11,7 +11,7 @@ export CLUSTER REGISTRY
 
 .PHONY: help
 help: ## This list
-	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
 	@echo; echo "  demo and demo-down take:"
 	@echo "  CLUSTER=current     the cluster of your current kubeconfig (default: embedded, one of its own)"
 	@echo "  REGISTRY=host/path  with CLUSTER=current: where to push the images when the cluster cannot load them"

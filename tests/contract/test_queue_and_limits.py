@@ -60,6 +60,26 @@ def test_a_full_queue_refuses_before_it_reads(narrow: LiveServer, path: str) -> 
         assert narrow.metrics()[REFUSED] == before + 3
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+def test_bodies_that_never_come_keep_nobody_out(narrow: LiveServer, path: str) -> None:
+    """A hundred requests without a body, or with half of it: none of them has a seat, of which there are three."""
+    clients = [connect(narrow) for _ in range(100)]
+    try:
+        for place, client in enumerate(clients):
+            client.sendall(head(path, 1000) + b'{"prompt": "' * (place % 2))
+        fields: dict[str, Any] = {"prompt": "hello", "messages": [{"role": "user", "content": "hello"}]}
+        if path == "/tokenize":
+            del fields["messages"]
+        else:
+            fields |= {"max_tokens": 1}
+        answers = [narrow.http.post(path, json=fields) for _ in range(5)]
+        assert [answer.status_code for answer in answers] == [200] * 5, answers[0].text
+        assert narrow.http.get("/health/ready").status_code == 200
+    finally:
+        for client in clients:
+            client.close()
+
+
 def test_who_waits_is_served_and_nobody_is_refused_inside_a_stream(narrow: LiveServer) -> None:
     """Six at once: one runs, two wait, three are refused, each with a status and before any event."""
     statuses: list[tuple[int, Any]] = []

@@ -36,8 +36,9 @@ class Held:
 class Admission:
     """Live sequences and their waiting prompt tokens, against the limits, the time they may wait, and tenants' shares.
 
-    A sequence takes a seat from the moment its HTTP request is read until its last token. `batch_size` seats run,
-    `max_queued_requests` more may wait; one more is refused with 429 before its text is tokenised.
+    A sequence takes a seat from the moment its HTTP request was read until its last token. `batch_size` seats run,
+    `max_queued_requests` more may wait; one more is refused with 429 before its body is read, or at the latest before
+    its text is tokenised. While a body is on its way it takes no seat: a client may send it as slowly as it likes.
     """
 
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
@@ -78,21 +79,16 @@ class Admission:
             return self._engine_running
         return self.limits.batch_size
 
-    def take(
-        self,
-        count: int,
-        held: int = 0,
-        promised: bool = False,
-        tenant: Tenant = ANYBODY,
-        patience: float = math.inf,
+    def check(
+        self, count: int = 1, promised: bool = False, tenant: Tenant = ANYBODY, patience: float = math.inf
     ) -> None:
-        """Takes `count` seats for a request that holds `held` already. `promised`: it came on a kept connection;
-        `patience`: seconds that it may wait, as far as it is known how long that is.
+        """Whether `count` sequences may enter now. `promised`: the request came on a kept connection; `patience`:
+        seconds that it may wait, as far as it is known how long that is.
 
-        Raises `ApiError`: 503 when draining (for the first seat only), 429 when the queue or the tenant's share of it
-        is full or longer than may be waited, 400 when the request could not fit even an empty queue.
+        Raises `ApiError`: 503 when draining, 429 when the queue or the tenant's share of it is full or longer than may
+        be waited, 400 when the request could not fit even an empty queue.
         """
-        if self.draining and not held and not (promised and self.keeps_promises):
+        if self.draining and not (promised and self.keeps_promises):
             raise ApiError(
                 503,
                 "this replica is shutting down; send the request again, another replica takes it",
@@ -102,17 +98,19 @@ class Admission:
             )
         queue = self.limits.max_queued_requests
         largest = self.limits.batch_size + (self._share if tenant.bounded else queue)
-        if held + count > largest:
+        if count > largest:
             raise invalid(
-                f"the request asks for {held + count} sequences (prompts times n), batch and queue hold {largest}; "
-                "split it",
+                f"the request asks for {count} sequences (prompts times n), batch and queue hold {largest}; split it",
                 "n",
             )
         if self.live + count > self.seats + queue:
             raise self._full(f"{max(0, self.live - self.seats)} requests wait, the queue holds {queue}", tenant)
         self._check_share(count, tenant)
-        if not held:
-            self._check_seconds(tenant, patience)
+        self._check_seconds(tenant, patience)
+
+    def take(self, count: int, promised: bool = False, tenant: Tenant = ANYBODY, patience: float = math.inf) -> None:
+        """Takes `count` seats. Raises what `check` does."""
+        self.check(count, promised, tenant, patience)
         for holder in (self.all, self._held(tenant)):
             holder.live += count
             holder.waiting += count

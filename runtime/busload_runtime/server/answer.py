@@ -13,7 +13,6 @@ from starlette.types import Receive, Scope, Send
 
 from busload_runtime.engine.messages import Ready
 from busload_runtime.server.access_log import MAX_PROMPT_CHARACTERS
-from busload_runtime.server.body import read_body
 from busload_runtime.server.constrain import CheckGrammar
 from busload_runtime.server.deadline import HEADER, deadline_of
 from busload_runtime.server.disconnect import ClientGoneError, until_disconnect
@@ -23,6 +22,7 @@ from busload_runtime.server.logprobs import ScoredText, ScoredToken, joined
 from busload_runtime.server.protocol import Sampled, decode_request
 from busload_runtime.server.sampling import submits_of
 from busload_runtime.server.service import Service
+from busload_runtime.server.tenants import Tenant
 from busload_runtime.server.text import TextStream
 from busload_runtime.server.tokenise import PromptEncoder
 from busload_runtime.server.trace import Trace
@@ -98,19 +98,17 @@ class _Call(Generic[Body]):
         self.generation = Generation(service.engine, service.admission, service.metrics, trace, self.deadline)
 
     async def run(self) -> Response:
-        # The seat comes first: a full queue refuses before the body is read, let alone tokenised.
+        # A full queue refuses before the body is read, let alone tokenised.
         text, ready = self.service.loaded()
-        admission, tenant = self.service.admission, self.trace.tenant
-        admission.take(1, promised=self.trace.promised, tenant=tenant, patience=self.deadline.patience)
-        seats = 1
+        self._admit(self.service.admission.check, 1)
+        left = self.deadline.left(time.monotonic())
+        content = await self.service.bodies.read(self.request, self.service.max_body_bytes, left)
+        body = decode_request(content, self.endpoint.body)
+        self.service.check_model(body.model)
+        seats = body.num_choices()
+        self._admit(self.service.admission.take, seats)
         streaming = False
         try:
-            body = decode_request(await self._read_body(), self.endpoint.body)
-            self.service.check_model(body.model)
-            choices = body.num_choices()
-            if choices > 1:
-                admission.take(choices - 1, held=1, tenant=tenant)
-            seats = choices
             receive = self.request.receive
             prompts = await until_disconnect(
                 receive, self.endpoint.tokenise(body, text, self.service.limits.max_sequence_length)
@@ -124,12 +122,12 @@ class _Call(Generic[Body]):
             return stream
         finally:
             if not self.generation.choices:
-                admission.leave(seats, tenant, waiting=seats)
+                self.service.admission.leave(seats, self.trace.tenant, waiting=seats)
             if not streaming:
                 self._close()
 
-    async def _read_body(self) -> bytes:
-        return await read_body(self.request, self.service.max_body_bytes, self.deadline.left(time.monotonic()))
+    def _admit(self, check: Callable[[int, bool, Tenant, float], None], sequences: int) -> None:
+        check(sequences, self.trace.promised, self.trace.tenant, self.deadline.patience)
 
     def _submit(self, body: Body, prompts: list[list[int]], text: PromptEncoder, ready: Ready, grammar: str) -> None:
         submits = submits_of(

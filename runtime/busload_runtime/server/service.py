@@ -7,6 +7,7 @@ from busload_runtime.contract import Limits, Pace
 from busload_runtime.engine.messages import Ready, Stats
 from busload_runtime.server.admission import Admission
 from busload_runtime.server.api_keys import ApiKeys
+from busload_runtime.server.body import BodyReader
 from busload_runtime.server.deadline import Timeouts
 from busload_runtime.server.engine_client import EngineClient
 from busload_runtime.server.errors import ApiError
@@ -29,6 +30,7 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     text: PromptEncoder | None = None
     ready: Ready | None = None
+    bodies: BodyReader = field(default_factory=BodyReader)
     timeouts: Timeouts = field(default_factory=Timeouts)
     keys: ApiKeys | None = None
     """API keys in force; None: everybody is welcome."""

@@ -8,7 +8,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from busload_runtime.server.answer import told
-from busload_runtime.server.body import read_body
 from busload_runtime.server.chat import plain_messages
 from busload_runtime.server.disconnect import until_disconnect
 from busload_runtime.server.errors import ApiError, invalid
@@ -17,7 +16,7 @@ from busload_runtime.server.service import Service
 from busload_runtime.server.tokenise import PromptEncoder
 
 _AT_ONCE = 64
-"""Calls whose bodies are in memory at a time: none of them takes a seat in the engine's queue."""
+"""Calls that are worked on at a time: none of them takes a seat in the engine's queue."""
 
 Body = TypeVar("Body", TokenizeRequest, DetokenizeRequest)
 Json = dict[str, Any]
@@ -40,6 +39,7 @@ class TokenRoutes:
         self, request: Request, kind: type[Body], work: Callable[[Body, PromptEncoder], Coroutine[Any, Any, Json]]
     ) -> Response:
         text, _ = self._service.loaded()
+        content = await self._service.bodies.read(request, self._service.max_body_bytes)
         if self._busy >= _AT_ONCE:
             raise ApiError(
                 429,
@@ -50,7 +50,7 @@ class TokenRoutes:
             )
         self._busy += 1
         try:
-            body = convert(decode_object(await read_body(request, self._service.max_body_bytes)), kind)
+            body = convert(decode_object(content), kind)
             self._service.check_model(body.model)
             answer = await until_disconnect(request.receive, work(body, text))
             return Response(msgspec.json.encode(answer), media_type="application/json")
