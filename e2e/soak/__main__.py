@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from e2e.bench.server import serve
 from e2e.soak.acts import CANARY, COMPLETIONS, Client, Outcome, choose, perform
 from e2e.soak.report import Run, render, summarise
-from e2e.soak.settings import MEMORY, WORKERS, LimitsFile
+from e2e.soak.settings import CLIENTS, MEMORY, LimitsFile
 from e2e.soak.watch import Watch
 from e2e.soak.wire import Connection
 
@@ -29,6 +29,7 @@ _QUIET_SECONDS = 30.0
 _CALM_SHARE = 0.15
 """Of the time, at the end, in which four streams run and nothing else."""
 _CALM_STREAMS = 4
+_TICK_SECONDS = 0.005
 
 
 def main() -> int:
@@ -64,7 +65,7 @@ class _Soak:
         until = self._began + seconds * (1 - _CALM_SHARE)
         watching = asyncio.create_task(self._look_on())
         changing = asyncio.create_task(self._change_limits())
-        await asyncio.gather(*(self._work(random.Random(self._draw.getrandbits(64)), until) for _ in range(WORKERS)))
+        await asyncio.gather(*(self._work(random.Random(self._draw.getrandbits(64)), until) for _ in range(CLIENTS)))
         changing.cancel()
         await self._quiet()
         await self._calm(seconds * _CALM_SHARE)
@@ -131,7 +132,16 @@ class _Soak:
                 connection.close()
                 self._run.outcomes.append(outcome)
 
+        lateness = asyncio.create_task(self._note_lateness())
         await asyncio.gather(*(lane() for _ in range(_CALM_STREAMS)))
+        lateness.cancel()
+
+    async def _note_lateness(self) -> None:
+        """How late this process itself wakes up: gaps as long as that tell of the machine, not of the server."""
+        while True:
+            begin = time.perf_counter()
+            await asyncio.sleep(_TICK_SECONDS)
+            self._run.own_lateness.append(time.perf_counter() - begin - _TICK_SECONDS)
 
     def _tell(self, metrics: dict[str, float]) -> None:
         outcomes = self._run.outcomes

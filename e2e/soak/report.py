@@ -24,6 +24,8 @@ class Run:
     outcomes: list[Outcome] = field(default_factory=list)
     calm_gaps: list[float] = field(default_factory=list)
     """Between tokens of streams that nothing else disturbed."""
+    own_lateness: list[float] = field(default_factory=list)
+    """By which this process woke up too late meanwhile."""
     idle: dict[str, float] = field(default_factory=dict)
     """Metrics once all clients were gone."""
     refused_documents: int = 0
@@ -43,6 +45,7 @@ def summarise(run: Run, watch: Watch) -> dict[str, Any]:
             "under_load": _gaps([gap for outcome in run.outcomes for gap in outcome.gaps]),
             "undisturbed": _gaps(run.calm_gaps),
         },
+        "own_lateness_seconds": spread(run.own_lateness),
         "health_seconds": spread(watch.health_seconds),
         "scrape_seconds": spread(watch.scrape_seconds) | {"bytes": watch.scrape_bytes},
         "memory_mib": _memory(watch),
@@ -68,6 +71,11 @@ def render(report: dict[str, Any]) -> str:
                 f"median {gaps['median']:.4f} s, p99 {gaps['p99']:.4f} s, max {gaps['max']:.4f} s "
                 f"({gaps['max_over_median']:.1f} times the median)"
             )
+    lateness = report["own_lateness_seconds"]
+    lines.append(
+        "  meanwhile the clients' process was late by up to "
+        f"{lateness['max']:.4f} s (p99 {lateness['p99']:.4f} s): so much of it is the machine"
+    )
     for name in ("health", "scrape"):
         times = report[f"{name}_seconds"]
         lines.append(f"{name}: median {times['median']:.4f} s, p99 {times['p99']:.4f} s, max {times['max']:.4f} s")

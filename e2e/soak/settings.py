@@ -7,7 +7,7 @@ from pathlib import Path
 
 MEMORY = 900_000_000
 """Bytes. One per cent of what is left of them beside the weights holds some 500 tokens."""
-WORKERS = 30
+CLIENTS = 24
 
 _LONGEST = 384
 """Tokens of a sequence. The prompts of all acts fit the shortest one."""
@@ -16,7 +16,7 @@ _FIRST = {
     "batchSize": 8,
     "kvCachePercent": 2,
     "tokenBudget": 128,
-    "maxQueuedRequests": 20,
+    "maxQueuedRequests": 16,
     "maxQueuedTokens": 4000,
 }
 _BAD = ("{no json", '{"generation": -1}', "[" * 1000, "")
