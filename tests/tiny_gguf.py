@@ -24,16 +24,19 @@ def write_tiny_model(
     chat_template: str = CHAT_TEMPLATE,
     recites: str = "",
     broken_token: int | None = None,
+    more_control: tuple[str, ...] = (),
 ) -> Path:
     """A model whose output is printable ASCII only: the output rows of all other tokens are zero.
 
     With `recites`, a text in whose UTF-8 no byte comes twice, its greedy output is that text for ever: each of its
     bytes is a token and leads to the next one, whatever came before. A prompt must end with one of them.
+    `more_control` are control tokens beside the usual ones.
     `broken_token` is one behind which no number comes out: a step that draws behind it fails.
     """
     random = np.random.default_rng(seed)
-    tokens = [*CONTROL, *_byte_alphabet(), *(merge.replace(" ", "") for merge in MERGES)]
-    types = [3] * len(CONTROL) + [1] * (len(tokens) - len(CONTROL))
+    normal = [*_byte_alphabet(), *(merge.replace(" ", "") for merge in MERGES)]
+    tokens = [*CONTROL, *normal, *more_control]
+    types = [3] * len(CONTROL) + [1] * len(normal) + [3] * len(more_control)
     writer = GGUFWriter(str(path), "llama")
     writer.add_name("tiny")
     writer.add_context_length(context_length)

@@ -5,11 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, nodes
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from busload_runtime.model.errors import ModelError
+from busload_runtime.model.tool_format import tool_format_of
 
 Message = Mapping[str, Any]
 
@@ -27,10 +28,19 @@ class ChatTemplate:
     def __init__(self, file: str, source: str | None, special_tokens: Mapping[str, str]) -> None:
         self._file = file
         self._special_tokens = special_tokens
+        environment = _environment()
+        names: set[str] = set()
         try:
-            self._template = None if source is None else _environment().from_string(source)
+            self._template = None if source is None else environment.from_string(source)
+            if source is not None:
+                names = {name.name for name in environment.parse(source).find_all(nodes.Name)}
         except (TemplateError, RecursionError, SyntaxError, MemoryError) as error:
             raise ModelError(f"{file}: tokenizer.chat_template is not a Jinja template: {_line(error)}") from None
+
+        self.takes_tools = "tools" in names
+        """Whether the template writes tools into the prompt."""
+        self.tool_format = tool_format_of(source) if source is not None and self.takes_tools else None
+        """How the model calls them; None if it knows no tools, or in a way that is not known here."""
 
     @property
     def available(self) -> bool:
@@ -68,11 +78,11 @@ def unused_mark(messages: object) -> str:
 
 
 def map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """`value` (messages, tools) with `change` applied to every text in it; keys stay."""
+    """`value` (messages, tools) with `change` applied to every text in it, keys among them."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: map_texts(item, change) for key, item in value.items()}
+        return {change(key): map_texts(item, change) for key, item in value.items()}
     if isinstance(value, Sequence):
         return [map_texts(item, change) for item in value]
     return value

@@ -31,7 +31,8 @@ class TextTokenizer:
         self._encode_plain = encode_plain
         self._piece = piece
         self._pieces: dict[int, bytes] = {}
-        self._control = ControlTexts(vocabulary.texts_of(CONTROL))
+        self._control_ids = vocabulary.texts_of(CONTROL)
+        self._control = ControlTexts(self._control_ids)
         self._drop_first_space = drop_first_space
         self.add_bos = add_bos
         self.bos_id = vocabulary.token_id("bos_token_id")
@@ -74,6 +75,10 @@ class TextTokenizer:
         if token_id < 0:
             raise IndexError(f"token id {token_id} is negative")
         return self._pieces.setdefault(token_id, self._piece(self._tokens[token_id], self._types[token_id]))
+
+    def control_id(self, text: str) -> int | None:
+        """The control token of this name, if there is one."""
+        return self._control_ids.get(text)
 
     def written(self, token_id: int) -> str:
         """The token as the vocabulary writes it: a space may be a letter there, a control token has its name.

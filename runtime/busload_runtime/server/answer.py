@@ -25,6 +25,7 @@ from busload_runtime.server.service import Service
 from busload_runtime.server.tenants import Tenant
 from busload_runtime.server.text import TextStream
 from busload_runtime.server.tokenise import PromptEncoder
+from busload_runtime.server.tool_calls import CallsOfTools, ToolCallParser, add_calls, chunk_choices
 from busload_runtime.server.trace import Trace
 
 _CLIENT_CLOSED = 499  # the customary status for "nobody reads this"; only the log sees it
@@ -47,6 +48,8 @@ class Endpoint(Generic[Body]):
     """Token ids of each prompt; the number is the sequence limit. Raises `ApiError`."""
     constrain: Callable[[Body, PromptEncoder, CheckGrammar], Coroutine[Any, Any, str]]
     """The grammar of the answer, empty if it may be anything. Raises `ApiError`."""
+    calls: Callable[[Body, PromptEncoder], CallsOfTools | None]
+    """How calls of tools are read, if the answer may hold some. Raises `ApiError`."""
     lead: Callable[[Body, PromptEncoder, list[int]], str]
     """Text in front of a choice (echo)."""
     opening: Callable[[int], Json | None]
@@ -94,6 +97,8 @@ class _Call(Generic[Body]):
         self.trace = trace
         self.created = int(time.time())
         self.leads: list[str] = []
+        self.parsers: list[ToolCallParser] = []
+        """One per choice if the answer may call tools."""
         self.deadline = deadline_of(request.headers.get(HEADER), trace.arrival, service.timeouts)
         self.generation = Generation(service.engine, service.admission, service.metrics, trace, self.deadline)
 
@@ -146,11 +151,13 @@ class _Call(Generic[Body]):
         if self.service.log_prompts:
             decode = text.model.tokenizer.decode
             self.trace.prompts = [decode(prompt[:MAX_PROMPT_CHARACTERS])[:MAX_PROMPT_CHARACTERS] for prompt in prompts]
-        tokenizer = text.model.tokenizer
+        tokenizer, calls = text.model.tokenizer, self.endpoint.calls(body, text)
         stop, min_tokens = body.stop_strings(), body.min_tokens or 0
+        token_bytes = tokenizer.token_bytes if calls is None else calls.token_bytes
+        self.parsers = [] if calls is None else [calls.parser() for _ in submits]
         self.generation.submit(
             submits,
-            lambda: TextStream(tokenizer.token_bytes, stop, min_tokens),
+            lambda: TextStream(token_bytes, stop, min_tokens),
             None if body.num_logprobs() is None else lambda text: ScoredText(text, tokenizer),
             body.token_limit(),
         )
@@ -168,6 +175,8 @@ class _Call(Generic[Body]):
                 texts[i] += piece.text
                 reasons[i] = piece.finish_reason or ""
         choices = [self.endpoint.whole(i, texts[i], reasons[i], joined(logprobs[i]) or None) for i in range(len(texts))]
+        for choice, parser in zip(choices, self.parsers, strict=False):
+            add_calls(choice, parser)
         content = self._envelope(self.endpoint.object, choices) | {"usage": self._usage(body.n or 1)}
         return Response(_encode(content), media_type="application/json")
 
@@ -198,12 +207,16 @@ class _Call(Generic[Body]):
         def full_event(piece: Piece) -> bytes:
             logprobs = self.endpoint.logprobs(piece.tokens, lengths[piece.index]) if piece.tokens else None
             lengths[piece.index] += len(piece.text)
+            if self.parsers:
+                parser = self.parsers[piece.index]
+                choices = chunk_choices(piece.index, parser, piece.text, piece.finish_reason, logprobs)
+                return b"".join(map(chunk, choices))
             return chunk(self.endpoint.delta(piece.index, piece.text, piece.finish_reason, logprobs))
 
         def events(pieces: list[Piece]) -> bytes:
             return b"".join(
                 text_events[piece.index].of(piece.text)
-                if piece.finish_reason is None and piece.tokens is None
+                if piece.finish_reason is None and piece.tokens is None and not self.parsers
                 else full_event(piece)
                 for piece in pieces
             )

@@ -4,30 +4,36 @@ from typing import Any
 
 import msgspec
 
+from busload_runtime.model.load import TextModel
 from busload_runtime.server.answer import Endpoint, Json
-from busload_runtime.server.constrain import grammar_of
+from busload_runtime.server.constrain import CheckGrammar, grammar_of
 from busload_runtime.server.errors import invalid
 from busload_runtime.server.logprobs import ScoredToken
 from busload_runtime.server.protocol import ChatRequest, Message
 from busload_runtime.server.sampling import check_length
 from busload_runtime.server.tokenise import PromptEncoder
+from busload_runtime.server.tools import calls_of, chat_grammar, rendered_calls, rendered_tools
 
 
 async def _tokenise(body: ChatRequest, text: PromptEncoder, limit: int) -> list[list[int]]:
-    ids = await text.encode_chat(plain_messages(body.messages), limit)
+    tools = rendered_tools(body, text.model)
+    ids = await text.encode_chat(plain_messages(body.messages, text.model), limit, tools=tools)
     check_length(len(ids), limit, "messages")
     return [ids]
 
 
-def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
+async def _constrain(body: ChatRequest, text: PromptEncoder, check: CheckGrammar) -> str:
+    calls = await chat_grammar(body, text.model, check)
+    return await grammar_of(body, check) if calls is None else calls
+
+
+def plain_messages(messages: list[Message], model: TextModel) -> list[dict[str, Any]]:
     """Messages as chat templates take them. Raises `ApiError` 400 for what no template of ours reads."""
-    return [_plain(message, i) for i, message in enumerate(messages)]
+    return [_plain(message, model, i) for i, message in enumerate(messages)]
 
 
-def _plain(message: Message, position: int) -> dict[str, Any]:
+def _plain(message: Message, model: TextModel, position: int) -> dict[str, Any]:
     """The message with its content as one string, which every chat template understands."""
-    if message.tool_calls:
-        raise invalid("tool_calls are not supported by this server; leave them out", f"messages[{position}].tool_calls")
     content = message.content
     if isinstance(content, list):
         for i, part in enumerate(content):
@@ -39,7 +45,7 @@ def _plain(message: Message, position: int) -> dict[str, Any]:
         content = "".join(part.text or "" for part in content)
     # "developer" is the newer name of the system role; templates know the older one.
     role = "system" if message.role == "developer" else message.role
-    return {"role": role, "content": content or ""}
+    return {"role": role, "content": content or "", **rendered_calls(message, model, f"messages[{position}]")}
 
 
 def _opening(index: int) -> Json:
@@ -71,7 +77,8 @@ CHAT = Endpoint(
     object="chat.completion",
     chunk_object="chat.completion.chunk",
     tokenise=_tokenise,
-    constrain=lambda body, text, check: grammar_of(body, check),
+    constrain=_constrain,
+    calls=lambda body, text: calls_of(body, text.model),
     lead=lambda body, text, prompt: "",
     opening=_opening,
     delta=_delta,

@@ -71,6 +71,7 @@ COMPLETIONS = Endpoint(
     chunk_object="text_completion",
     tokenise=_tokenise,
     constrain=lambda body, text, check: grammar_of(body, check),
+    calls=lambda body, text: None,
     lead=_lead,
     opening=lambda index: None,
     delta=_choice,

@@ -24,7 +24,7 @@ async def grammar_of(body: Sampled, check: CheckGrammar) -> str:
     Raises `ApiError` 400 that names the one which cannot be followed, and 429 when too many others are being checked.
     """
     expressions = {
-        "response_format": _format_expression(body.response_format),
+        "response_format": format_expression(body.response_format),
         "structured_outputs": _structured_expression(body.structured_outputs),
     }
     asked = {param: make for param, make in expressions.items() if make is not None}
@@ -35,10 +35,11 @@ async def grammar_of(body: Sampled, check: CheckGrammar) -> str:
     return ""
 
 
-async def checked(make: Callable[[], str], check: CheckGrammar, param: str) -> str:
-    """The grammar of an expression, checked. Raises `ApiError` 400 that names `param`."""
+async def checked(make: Callable[[], str], check: CheckGrammar, param: str, whole: bool = False) -> str:
+    """The grammar of an expression, or a grammar (`whole`), checked. Raises `ApiError` 400 that names `param`."""
+    text = ""
     try:
-        text = grammar(make())
+        text = make() if whole else grammar(make())
         wrong = await check(text)
     except GrammarTextError as error:
         wrong = str(error)
@@ -47,7 +48,8 @@ async def checked(make: Callable[[], str], check: CheckGrammar, param: str) -> s
     return text
 
 
-def _format_expression(asked: ResponseFormat | None) -> Callable[[], str] | None:
+def format_expression(asked: ResponseFormat | None) -> Callable[[], str] | None:
+    """Makes the expression of a response format; None if it asks for nothing."""
     if asked is None or asked.type == "text":
         return None
     if asked.type == "json_object":

@@ -15,6 +15,7 @@ MAX_STOP_STRINGS = 4
 MAX_BIASED_TOKENS = 1024
 MAX_COMPLETION_LOGPROBS = 5
 MAX_CHAT_LOGPROBS = 20
+MAX_TOOLS = 128
 
 _Temperature = Annotated[float, Meta(ge=0, le=2)]
 _TopP = Annotated[float, Meta(gt=0, le=1)]
@@ -136,11 +137,51 @@ class TextPart(msgspec.Struct, frozen=True):
     text: str | None = None
 
 
+class CalledFunction(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
 class Message(msgspec.Struct, frozen=True):
     role: Annotated[str, Meta(min_length=1, max_length=32)]
     content: str | list[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: str | None = None
+    """Of a message of role tool: the call that it answers."""
+
+
+_FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class Function(msgspec.Struct, frozen=True, omit_defaults=True):
+    name: _FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments; left out: there are none."""
+    strict: bool | None = None
+    """Arguments follow the schema where a call is required, whatever this says."""
+
+
+class Tool(msgspec.Struct, frozen=True):
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenFunction(msgspec.Struct, frozen=True):
+    name: str
+
+
+class ChosenTool(msgspec.Struct, frozen=True):
+    type: Literal["function"]
+    function: ChosenFunction
 
 
 class ChatRequest(Sampled, kw_only=True, frozen=True):
@@ -150,6 +191,9 @@ class ChatRequest(Sampled, kw_only=True, frozen=True):
     max_completion_tokens: _Positive | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_CHAT_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
 
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -160,6 +204,20 @@ class ChatRequest(Sampled, kw_only=True, frozen=True):
             raise invalid(
                 f"top_logprobs is {self.top_logprobs} without logprobs: true; set that, too, or leave top_logprobs out",
                 "top_logprobs",
+            )
+        self._check_tools()
+
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools or ()]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise invalid(f"two tools are named {twice!r}; a call could mean either", "tools")
+        choice = self.tool_choice
+        if not names and (choice == "required" or isinstance(choice, ChosenTool)):
+            raise invalid("tool_choice asks for a call, but there are no tools; give some", "tool_choice")
+        if isinstance(choice, ChosenTool) and choice.function.name not in names:
+            raise invalid(
+                f"tool_choice names {choice.function.name[:64]!r}; the tools are {', '.join(names)[:500]}",
+                "tool_choice",
             )
 
     def token_limit(self) -> int | None:

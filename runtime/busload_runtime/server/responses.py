@@ -11,6 +11,7 @@ from msgspec import Meta
 _Count = Annotated[int, Meta(ge=0)]
 _Logprob = Annotated[float, Meta(le=0)]
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ErrorDetail(msgspec.Struct):
@@ -98,18 +99,32 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None
 
 
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str
+    """JSON; cut if the answer is."""
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(msgspec.Struct):
     role: Literal["assistant"]
     content: str | None
+    """Null if the answer is nothing but calls."""
     refusal: None
     annotations: list[Any]
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct):
     index: _Count
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
 
 
 class ChatCompletion(msgspec.Struct):
@@ -121,16 +136,32 @@ class ChatCompletion(msgspec.Struct):
     usage: Usage
 
 
+class CalledFunctionDelta(msgspec.Struct):
+    arguments: str
+    """What follows the arguments so far."""
+    name: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class ToolCallDelta(msgspec.Struct):
+    """The first one of a call has its id and name, the next ones pieces of its arguments."""
+
+    index: _Count
+    function: CalledFunctionDelta
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    type: Literal["function"] | msgspec.UnsetType = msgspec.UNSET
+
+
 class ChatDelta(msgspec.Struct):
     role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
     content: str | msgspec.UnsetType | None = msgspec.UNSET
+    tool_calls: list[ToolCallDelta] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):
     index: _Count
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
 
 
 class ChatCompletionChunk(msgspec.Struct):

@@ -51,7 +51,7 @@ class TextStream:
             self.stopped = True
             text, self._held = self._held[:cut], ""
             return text
-        keep = _possible_start(self._held, self._stop)
+        keep = possible_start(self._held, self._stop)
         text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return text
 
@@ -68,7 +68,7 @@ def _first_match(text: str, stop: Sequence[str]) -> int | None:
     return min(found)[1] if found else None
 
 
-def _possible_start(text: str, stop: Sequence[str]) -> int:
+def possible_start(text: str, stop: Sequence[str]) -> int:
     """Length of the longest end of `text` that a stop string begins with."""
     longest = 0
     for word in stop:

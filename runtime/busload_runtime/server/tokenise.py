@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import msgspec
+
 from busload_runtime.model.chat import ChatError
 from busload_runtime.model.load import TextModel
 from busload_runtime.server.errors import invalid
@@ -47,15 +49,22 @@ class PromptEncoder:
         return await _run(size, lambda: self.model.tokenizer.encode(prompt, special=False, bos=bos))
 
     async def encode_chat(
-        self, messages: list[dict[str, Any]], limit: int, add_generation_prompt: bool = True
+        self,
+        messages: list[dict[str, Any]],
+        limit: int,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
     ) -> list[int]:
         """Token ids of a conversation in the model's own chat format; `limit` as in `encode`."""
         check_length(len(messages), limit, "messages", exact=False)  # each is a token at the very least
         size = sum(self._check_size(message["content"], limit, "messages") for message in messages)
         self._check_length(size, limit, "messages")
+        size += self._check_json(tools, limit, "tools") if tools else 0
+        size += self._check_json([m["tool_calls"] for m in messages if "tool_calls" in m], limit, "messages")
         try:
             return await _run(
-                size + _MESSAGE_BYTES * len(messages), lambda: self.model.encode_chat(messages, add_generation_prompt)
+                size + _MESSAGE_BYTES * len(messages),
+                lambda: self.model.encode_chat(messages, add_generation_prompt, tools),
             )
         except ChatError as error:
             raise invalid(str(error), "messages") from None
@@ -89,6 +98,17 @@ class PromptEncoder:
             size = len(text.encode())
         except UnicodeEncodeError:
             raise invalid(f"{param} holds half of a surrogate pair, which is not Unicode text", param) from None
+        self._check_length(size, limit, param)
+        return size
+
+    def _check_json(self, value: list[Any], limit: int, param: str) -> int:
+        """As `_check_size`, of what a template writes as JSON: in most, with blanks, so that it gets no shorter."""
+        try:
+            size = len(msgspec.json.encode(value))
+        except UnicodeEncodeError:
+            raise invalid(f"{param} holds half of a surrogate pair, which is not Unicode text", param) from None
+        except RecursionError:
+            raise invalid(f"{param} is nested too deeply", param) from None
         self._check_length(size, limit, param)
         return size
 

@@ -63,7 +63,7 @@ class TokenRoutes:
             raise invalid("give either prompt or messages", "prompt")
         if body.messages is not None:
             with_prompt = body.add_generation_prompt is not False
-            ids = await text.encode_chat(plain_messages(body.messages), limit, with_prompt)
+            ids = await text.encode_chat(plain_messages(body.messages, text.model), limit, with_prompt)
         else:
             ids = await text.encode_any(body.prompt or "", limit, bos=body.add_special_tokens is not False)
         names = await text.written(ids) if body.return_token_strs else None
