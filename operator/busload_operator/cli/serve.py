@@ -8,6 +8,7 @@ import typer
 from busload_operator.cli._signals import end_quietly_until_handled
 
 _LIMITS = "Limits (change while running with --limits-file)"
+_OBJECTIVES = "Objectives (a limits file has its own)"
 _TIMES = "Time limits of a request"
 _TENANTS = "Tenants"
 _LOG = "Log and traces"
@@ -79,6 +80,24 @@ def command(
     max_queued_tokens: Annotated[
         int, typer.Option(rich_help_panel=_LIMITS, help="Prompt tokens that may wait; more get 429.")
     ] = 262144,
+    time_to_first_token: Annotated[
+        float | None,
+        typer.Option(
+            rich_help_panel=_OBJECTIVES,
+            metavar="SECONDS",
+            help="When not all can make it, those that still can go before those that cannot.",
+            show_default="order of arrival",
+        ),
+    ] = None,
+    inter_token_latency: Annotated[
+        float | None,
+        typer.Option(
+            rich_help_panel=_OBJECTIVES,
+            metavar="SECONDS",
+            help="Between two tokens of a request: long prompts are computed in pieces that leave time for it.",
+            show_default="only the token budget cuts prompts",
+        ),
+    ] = None,
     queue_timeout: Annotated[
         float,
         typer.Option(
@@ -179,6 +198,8 @@ def command(
         ),
         drain_seconds=drain_seconds,
         engine_timeout=engine_timeout,
+        time_to_first_token=time_to_first_token,
+        inter_token_latency=inter_token_latency,
         timeouts=Timeouts(queue=queue_timeout, request=request_timeout, token=token_timeout),
         api_keys_file=api_keys_file,
         tenant_header=tenant_header,

@@ -4,11 +4,13 @@ import hashlib
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from busload_runtime.contract import Limits, Pace
 from busload_runtime.engine.grammar import Grammars, wrong_grammar
 from busload_runtime.engine.memory import MemoryPlan
 from busload_runtime.engine.messages import GRAMMAR_ERROR, Stats, Submit, TokenOut
+from busload_runtime.engine.own_law import OwnLaw
 from busload_runtime.engine.plan import Chunk, Plan, SamplingParams, Shaping
 from busload_runtime.engine.probe import Probed, probe
 from busload_runtime.engine.request import Output, Request
@@ -36,7 +38,9 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         pace: Pace = Pace(),
         grammars: Grammars | None = None,
+        plans_by_own_law: bool = False,
     ) -> None:
+        """`plans_by_own_law`: nobody will tell a step law, so steps are planned by the one that is found here."""
         self._executor = executor
         self._memory = memory
         self._clock = clock
@@ -47,6 +51,8 @@ class Engine:
         self._scheduler = Scheduler(limits, executor.block_size, num_blocks, pace)
         self._statistics = Statistics(clock())
         self._secret = os.urandom(32)
+        self._plans_by_own_law = plans_by_own_law
+        self._own_law = OwnLaw(None)
 
     @property
     def has_work(self) -> bool:
@@ -63,7 +69,11 @@ class Engine:
         planned = memory.activations(limits.token_budget, limits.batch_size) + SPARE
         sizes = [2**k for k in range(13) if memory.activations(limits.token_budget, 2**k) <= planned]
         num_blocks = self._scheduler.levels().kv_blocks
-        return probe(self._executor, num_blocks, limits.token_budget, max(sizes, default=1), self._clock)
+        probed = probe(self._executor, num_blocks, limits.token_budget, max(sizes, default=1), self._clock)
+        if probed is not None:
+            self._own_law = OwnLaw(probed.law)
+            self._plan_by_own_law()
+        return probed
 
     def submit(self, message: Submit) -> list[TokenOut]:
         """Queues a request; returns its end when it cannot run."""
@@ -141,7 +151,14 @@ class Engine:
 
     def stats(self) -> Stats:
         self._advance()
-        return self._statistics.snapshot(self._scheduler.counters, self._scheduler.levels())
+        stats = self._statistics.snapshot(self._scheduler.counters, self._scheduler.levels(), self._own_law.law)
+        if self._own_law.observe(stats):
+            self._plan_by_own_law()
+        return stats
+
+    def _plan_by_own_law(self) -> None:
+        if self._plans_by_own_law:
+            self._scheduler.set_pace(replace(self._scheduler.pace, law=self._own_law.law))
 
     def _salt_of(self, tenant: str) -> bytes:
         """Digests start from a secret of this process and the tenant: what another tenant sent is never a hit, and hits

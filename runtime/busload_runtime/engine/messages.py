@@ -138,6 +138,8 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     queued_prompt_tokens: int
     kv_blocks: int
     kv_blocks_free: int
+    step_law: tuple[float, float, float, float] | None = None
+    """Coefficients a, b, c, d as the engine finds them; None: not known yet."""
 
 
 class LimitsApplied(msgspec.Struct, tag=True, frozen=True):

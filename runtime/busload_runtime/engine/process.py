@@ -104,6 +104,7 @@ def _run(link: Link, options: argparse.Namespace, load: LoadExecutor, load_vocab
             options.pace,
             load_vocabulary,
             link.wake,
+            options.plan_by_own_law,
         )
     except (ModelError, ExecutorError, LimitsImpossible) as error:
         link.send(Failed(_one_line(error)))
@@ -137,6 +138,7 @@ def start(
     pace: Pace = Pace(),
     load_vocabulary: LoadVocabulary | None = None,
     wake: Callable[[], None] = lambda: None,
+    plans_by_own_law: bool = False,
 ) -> tuple[Engine, Ready]:
     """Loads, plans the memory, warms up. Without `load_vocabulary` it refuses constrained requests.
 
@@ -157,7 +159,7 @@ def start(
         context_length=executor.context_length,
         activations=executor.activation_bytes,
     )
-    engine = Engine(executor, plan, limits, pace=pace, grammars=grammars)
+    engine = Engine(executor, plan, limits, pace=pace, grammars=grammars, plans_by_own_law=plans_by_own_law)
     engine.warm_up()
     probed = engine.probe()
     # What lives now lives for ever: keep the garbage collector from walking over it between steps.
@@ -269,6 +271,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=Pace(),
         metavar="JSON",
         help="what is known of a limits document's `objectives` and `stepLaw`: an object of these two",
+    )
+    parser.add_argument(
+        "--plan-by-own-law",
+        action="store_true",
+        help="plan steps by the step law that is found here, because nobody will tell one",
     )
     return parser.parse_args(arguments)
 

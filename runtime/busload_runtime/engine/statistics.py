@@ -1,5 +1,8 @@
 """What the engine counts beside the scheduler: time, as integrals on one monotonic clock, and bytes moved."""
 
+from dataclasses import astuple
+
+from busload_runtime.contract import StepLaw
 from busload_runtime.engine.messages import Stats
 from busload_runtime.engine.plan import Plan
 from busload_runtime.engine.scheduler import Counters, Levels
@@ -33,7 +36,7 @@ class Statistics:
         kv_tokens = sum([chunk.start + 2 * len(chunk.tokens) for chunk in plan.chunks])
         self._bytes_moved += weight_bytes + round(kv_tokens * bytes_per_token)
 
-    def snapshot(self, counters: Counters, levels: Levels) -> Stats:
+    def snapshot(self, counters: Counters, levels: Levels, law: StepLaw | None) -> Stats:
         """The state as of the last `advance`."""
         return Stats(
             clock=self._clock,
@@ -55,4 +58,5 @@ class Statistics:
             queued_prompt_tokens=levels.queued_prompt_tokens,
             kv_blocks=levels.kv_blocks,
             kv_blocks_free=levels.kv_blocks_free,
+            step_law=None if law is None else astuple(law),
         )

@@ -111,6 +111,7 @@ class _Serve:
             metrics,
             admission,
             client,
+            plans_by_own_law=options.limits_file is None,
             timeouts=options.timeouts,
             tenant_header=options.tenant_header,
             log_format=options.log_format,
@@ -241,6 +242,8 @@ class _Serve:
         command = [sys.executable, "-P", "-m", "busload_runtime.engine.process", "--socket", socket_path]
         command += ["--model", options.model, "--executor", options.executor]
         command += ["--limits", json.dumps(self._limits.to_json()), "--pace", json.dumps(self._document.pace.to_json())]
+        if options.limits_file is None:
+            command += ["--plan-by-own-law"]
         if options.kv_precision is not None:
             command += ["--kv-precision", options.kv_precision]
         if options.memory is not None:

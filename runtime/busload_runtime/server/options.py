@@ -5,11 +5,13 @@ import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from busload_runtime.contract import Limits, LimitsDocument, LimitsError, parse_limits
+from busload_runtime.contract import Limits, LimitsDocument, LimitsError, Pace, parse_limits
 from busload_runtime.server.access_log import FORMATS
 from busload_runtime.server.deadline import MAX_SECONDS, Timeouts
 from busload_runtime.server.errors import StartupError
 from busload_runtime.server.limits_file import parse_limits_file, read_limits
+
+_LEAST_OBJECTIVE, _MOST_OBJECTIVE = 0.0001, 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,8 @@ class ServeOptions:
     limits: Limits
     drain_seconds: float
     engine_timeout: float
+    time_to_first_token: float | None
+    inter_token_latency: float | None
     timeouts: Timeouts
     api_keys_file: Path | None
     tenant_header: str
@@ -53,6 +57,14 @@ class ServeOptions:
                 "--tenant-header must be a header's name of letters, digits and hyphens (empty: no header counts), "
                 f"got {self.tenant_header!r:.80}"
             )
+        for flag, seconds in (
+            ("--time-to-first-token", self.time_to_first_token),
+            ("--inter-token-latency", self.inter_token_latency),
+        ):
+            if seconds is not None and not _LEAST_OBJECTIVE <= seconds <= _MOST_OBJECTIVE:
+                raise StartupError(
+                    f"{flag} must be from {_LEAST_OBJECTIVE:g} to {_MOST_OBJECTIVE:g} seconds, got {seconds:g}"
+                )
         for name in ("queue", "request", "token"):
             if not 0 < getattr(self.timeouts, name) <= MAX_SECONDS:
                 raise StartupError(
@@ -77,7 +89,8 @@ class ServeOptions:
         """
         if self.limits_file is None:
             try:
-                return parse_limits(LimitsDocument(0, self.limits).to_json())
+                pace = Pace(self.time_to_first_token, self.inter_token_latency)
+                return parse_limits(LimitsDocument(0, self.limits, pace=pace).to_json())
             except LimitsError as error:
                 raise StartupError(_by_flag(str(error))) from None
         try:

@@ -1,9 +1,9 @@
 """What the routes share: the one place where the parts of the HTTP process meet."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from busload_runtime.contract import Limits, Pace
+from busload_runtime.contract import Limits, Pace, StepLaw
 from busload_runtime.engine.messages import Ready, Stats
 from busload_runtime.server.admission import Admission
 from busload_runtime.server.api_keys import ApiKeys
@@ -31,6 +31,8 @@ class Service:
     text: PromptEncoder | None = None
     ready: Ready | None = None
     bodies: BodyReader = field(default_factory=BodyReader)
+    plans_by_own_law: bool = False
+    """The engine's step law is the one in force: there is no limits file that could tell one."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     keys: ApiKeys | None = None
     """API keys in force; None: everybody is welcome."""
@@ -64,6 +66,8 @@ class Service:
         self.metrics.pace = pace
         self.admission.limits = limits
         self.admission.rate.law = pace.law
+        newest = self.engine.stats or self.ready
+        self._on_own_law(None if newest is None else newest.step_law)
         self.metrics.limits = limits
         self.metrics.generation = generation
 
@@ -74,8 +78,17 @@ class Service:
         self.metrics.name_tenants(tenant.label for _, tenant in keys.entries)
 
     def on_stats(self, stats: Stats) -> None:
+        self._on_own_law(stats.step_law)
         self.metrics.observe(stats)
         self.admission.observe(stats)
+
+    def _on_own_law(self, coefficients: tuple[float, float, float, float] | None) -> None:
+        """The engine finds this step law; it counts while no other is told."""
+        law = None if coefficients is None else StepLaw(*coefficients)
+        if self.plans_by_own_law:
+            self.metrics.pace = replace(self.metrics.pace, law=law)
+        if self.metrics.pace.law is None or self.plans_by_own_law:
+            self.admission.rate.law = law
 
     def loaded(self) -> tuple[PromptEncoder, Ready]:
         """The model, once it answers. Raises `ApiError` 503 before that and when the engine is gone."""
