@@ -1,6 +1,7 @@
 """The law that an engine finds by itself: near the truth from any start, and silent while it knows too little."""
 
 import random
+from dataclasses import astuple
 
 import hypothesis.strategies as st
 import msgspec
@@ -42,10 +43,11 @@ def run(own: OwnLaw, law: StepLaw, windows: int, seed: int, noise: float = 0.05,
         own.observe(stats)
 
 
-@settings(max_examples=60, deadline=None)
-@given(truth=laws, tried=st.none() | laws, seed=st.integers(0, 1000))
-def test_it_predicts_steps_from_whatever_it_began_with(truth: StepLaw, tried: StepLaw | None, seed: int) -> None:
-    own = OwnLaw(tried)
+@settings(max_examples=40, deadline=None)
+@given(truth=laws, off=st.none() | st.lists(st.floats(1 / 3, 3), min_size=4, max_size=4), seed=st.integers(0, 1000))
+def test_it_predicts_steps_whatever_the_tried_ones_said(truth: StepLaw, off: list[float] | None, seed: int) -> None:
+    """They may have run on a machine that was idle then and is not now, or the other way round."""
+    own = OwnLaw(None if off is None else StepLaw(*(x * y for x, y in zip(astuple(truth), off, strict=True))))
     run(own, truth, 1200, seed)
     assert own.law is not None
     for batch, length, prompt in ((1, 100, 0), (8, 300, 0), (8, 300, 128), (20, 600, 64)):
