@@ -1,6 +1,7 @@
 """Health that cannot lie: red when it must be, green however much there is to do."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -202,3 +203,46 @@ def test_long_prompts_stop_neither_health_nor_streams(tmp_path: Path, tiny: Path
     assert set(probes) == {200}
     assert steps >= length / 256
     assert tokens >= 8 * (steps - 2)
+
+
+def test_sigterm_waits_for_no_request_that_never_comes(tmp_path: Path, tiny: Path) -> None:
+    """Half a head, and heads without their bodies: each is told, or closed, long before the drain time is over."""
+    with running(tmp_path, f"--model={tiny}", "--drain-seconds=600") as server:
+        url = httpx.URL(server.url)
+        clients = [socket.create_connection((url.host, url.port or 0), timeout=60) for _ in range(4)]
+        for path, client in zip(
+            ("/v1/comp", "/v1/completions", "/v1/chat/completions", "/tokenize"), clients, strict=True
+        ):
+            whole = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode()
+            client.sendall(whole[:12] if path == "/v1/comp" else whole)
+        eventually(lambda: server.http.get("/health/live").status_code == 200)
+        server.process.send_signal(signal.SIGTERM)
+        answers = [client.makefile("rb").read() for client in clients]
+        assert server.wait(30) == 0
+    assert answers[0] == b""
+    assert all(b" 503 " in answer[:20] and b'"draining"' in answer for answer in answers[1:]), answers
+    assert "Traceback" not in server.log
+
+
+def test_a_log_that_nobody_reads_holds_nothing_up(tmp_path: Path, tiny: Path) -> None:
+    """Its pipe is full after some hundred lines; then lines are dropped, and said to be, once somebody reads."""
+    port = free_port()
+    command = [sys.executable, "-c", START, "serve", f"--port={port}", "--memory=2000000000", f"--model={tiny}"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
+            eventually(lambda: _listens(port) and http.get("/health/ready").status_code == 200)
+            for _ in range(1000):
+                assert http.get("/v1/models", timeout=5).status_code == 200
+            assert http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 3}).status_code == 200
+            assert process.stderr is not None
+            read = os.read(process.stderr.fileno(), 1 << 16)
+            assert http.get("/v1/models").status_code == 200
+            process.send_signal(signal.SIGTERM)
+            read += process.stderr.read()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert re.search(rb"serve: [0-9]+ log lines were dropped", read)
+    assert read.endswith(b"stopped\n")

@@ -19,6 +19,17 @@ TENANT_SHARE = 0.5
 """Of the queue, in requests and in prompt tokens, which one of several tenants may fill."""
 
 
+def shutting_down() -> ApiError:
+    """The refusal of a server that drains."""
+    return ApiError(
+        503,
+        "this replica is shutting down; send the request again, another replica takes it",
+        code="draining",
+        reason="draining",
+        retry_after=1,
+    )
+
+
 @dataclass(slots=True)
 class Held:
     """What a tenant, or all of them, hold now."""
@@ -89,13 +100,7 @@ class Admission:
         be waited, 400 when the request could not fit even an empty queue.
         """
         if self.draining and not (promised and self.keeps_promises):
-            raise ApiError(
-                503,
-                "this replica is shutting down; send the request again, another replica takes it",
-                code="draining",
-                reason="draining",
-                retry_after=1,
-            )
+            raise shutting_down()
         queue = self.limits.max_queued_requests
         largest = self.limits.batch_size + (self._share if tenant.bounded else queue)
         if count > largest:

@@ -5,6 +5,7 @@ import math
 
 from starlette.requests import ClientDisconnect, Request
 
+from busload_runtime.server.admission import shutting_down
 from busload_runtime.server.disconnect import ClientGoneError
 from busload_runtime.server.errors import ApiError
 
@@ -22,17 +23,20 @@ class BodyReader:
     def __init__(self, held_bytes: int = _HELD_BYTES) -> None:
         """`held_bytes`: how much unfinished bodies may hold, at the least."""
         self._most = held_bytes
+        self._seconds = _BODY_SECONDS
+        self._hurried = False
         self._held = 0
         self._under_way: dict[asyncio.Timeout, int] = {}
         """Bytes of each, those that began first in front."""
 
     async def read(self, request: Request, limit: int, seconds: float = math.inf) -> bytes:
         """The body. Raises `ApiError`: 413 when it is larger than `limit` bytes, before anything of it is parsed; 408
-        when it takes longer than `seconds`, or than any body may, or when its room is needed."""
+        when it takes longer than `seconds`, or than any body may, or when its room is needed; 503 when it was hurried.
+        """
         declared = request.headers.get("content-length", "")
         size = int(declared) if declared.isdecimal() else 0
         chunks: list[bytes] = []
-        seconds = min(max(seconds, 0.0), _BODY_SECONDS)
+        seconds = min(max(seconds, 0.0), self._seconds)
         timer = asyncio.timeout(seconds)
         try:
             async with timer:
@@ -46,6 +50,8 @@ class BodyReader:
                         chunks.append(chunk)
                         self._hold(timer, len(chunk), limit)
         except TimeoutError:
+            if self._hurried:
+                raise shutting_down() from None
             why = f"within {seconds:.3g} s" if timer in self._under_way else "before its room was needed for others"
             raise ApiError(
                 408, f"the body did not arrive {why}; send it again", code="body_timeout", reason="invalid"
@@ -63,6 +69,14 @@ class BodyReader:
                 reason="invalid",
             )
         return b"".join(chunks)
+
+    def hurry(self, seconds: float) -> None:
+        """The server shuts down: bodies must arrive within this time, those under way as those that come."""
+        self._hurried, self._seconds = True, seconds
+        due = asyncio.get_running_loop().time() + seconds
+        for timer in self._under_way:
+            if not timer.expired():
+                timer.reschedule(min(due, timer.when() or due))
 
     def _hold(self, timer: asyncio.Timeout, size: int, limit: int) -> None:
         if timer not in self._under_way:

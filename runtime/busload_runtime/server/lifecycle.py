@@ -42,7 +42,8 @@ EXIT_OK, EXIT_ENGINE, EXIT_USAGE = 0, 1, 2
 _PROGRESS_SECONDS = 2.0
 # Open streams get this long to receive their error event, and idle connections to close, before the process ends.
 _GOODBYE_SECONDS = 3
-# After its last answer a client whose connection was kept has this long to send the next request.
+# After its last answer a client whose connection was kept has this long to send the next request, and a request that
+# has begun when the drain does has this long to be whole.
 _LINGER_SECONDS = 1.0
 _BACKLOG = 2048
 # As it comes, the collector runs over all parts of a body again and again while that is decoded, and nothing else runs:
@@ -189,6 +190,7 @@ class _Serve:
     async def _drain(self, service: Service) -> int:
         """Refuses new requests and waits for the running ones."""
         service.quiescing = service.admission.draining = True
+        service.bodies.hurry(_LINGER_SECONDS)
         say(f"draining: {service.engine.live} sequences run or wait, at most {self._options.drain_seconds:g} s")
         if not await self._wait_for_responses(service, self._options.drain_seconds):
             say(f"drain time is over: {service.engine.live} sequences are cut off with an error")

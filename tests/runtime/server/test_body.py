@@ -79,3 +79,16 @@ async def test_the_oldest_of_too_many_makes_room() -> None:
     later = Sender()
     later.send(b"y" * 100, more=False)
     assert await reader.read(later.request, 100) == b"y" * 100
+
+
+async def test_a_server_that_shuts_down_waits_for_no_body() -> None:
+    reader = BodyReader()
+    early, quick, late = Sender(), Sender(), Sender()
+    reads = [asyncio.ensure_future(reader.read(sender.request, 100)) for sender in (early, quick)]
+    await settle()
+    reader.hurry(0.02)
+    quick.send(b"whole", more=False)
+    assert await reads[1] == b"whole"
+    for work in (reads[0], reader.read(late.request, 100)):
+        error = await refusal(work)
+        assert (error.status, error.code) == (503, "draining")
