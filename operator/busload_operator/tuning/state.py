@@ -95,6 +95,16 @@ class Pending:
         """When all pods were to get it."""
         return self.decision.at if self.passed_at is None else self.passed_at
 
+    def is_overruled(self, limits: Limits, replicas: int) -> bool:
+        """Whether what is in force is neither the value before nor the one after: somebody else decides, too."""
+        values = {
+            Knob.BATCH_SIZE: limits.batch_size,
+            Knob.KV_CACHE_PERCENT: limits.kv_cache_percent,
+            Knob.MAX_SEQUENCE_LENGTH: limits.max_sequence_length,
+            Knob.REPLICAS: replicas,
+        }
+        return values[self.decision.knob] not in (self.decision.before, self.decision.after)
+
 
 @dataclass(frozen=True, slots=True)
 class Refused:
@@ -134,6 +144,10 @@ class State:
     lengths: Lengths = field(default_factory=Lengths)
     tail: Tail = field(default_factory=Tail)
     sizing: Sizing = field(default_factory=Sizing)
+    found: Limits | None = None
+    """In force in the last step."""
+    asked: Limits | None = None
+    """What it asked for."""
     usage: tuple[Usage, ...] = ()
     """Of the last five minutes, without a hole: cleared when a step knew too little or the settings changed."""
     seen_at: float | None = None

@@ -12,6 +12,7 @@ from busload_operator.tuning.lengths import with_length
 from busload_operator.tuning.memory import ask_for_less, follow_kills
 from busload_operator.tuning.need import ASSUMED_STARTUP, replica_plan
 from busload_operator.tuning.observe import RELEARN_SECONDS, SHOWN_SECONDS, Picture, observe, wait_seconds
+from busload_operator.tuning.outside import follow_outside
 from busload_operator.tuning.settings import Candidate, Situation
 from busload_operator.tuning.sizing import Plan, Sizing, changed
 from busload_operator.tuning.state import Pending, Phase, Recommended, State, Streak, Usage
@@ -53,6 +54,7 @@ class _Target:
 def step(state: State, inputs: Inputs) -> tuple[State, Result]:
     """One look at the service and at most one change. See `Result` for what comes out; bad data never raises."""
     state, lost = _after_gap(state, inputs)
+    state = follow_outside(state, inputs)
     state, picture = observe(state, inputs)
     state, killed = follow_kills(state, inputs)
     law = solve(state.fit)
@@ -81,7 +83,7 @@ def step(state: State, inputs: Inputs) -> tuple[State, Result]:
             closed += interrupted
 
     diagnosis = situation.diagnosis if situation is not None else _without_sight(state, picture)
-    state = replace(state, diagnosis=diagnosis)
+    state = replace(state, diagnosis=diagnosis, found=inputs.limits, asked=target.limits)
     result = Result(
         observed=picture.observed,
         bottleneck=diagnosis.bottleneck,
@@ -225,7 +227,12 @@ def _in_force(state: State, inputs: Inputs) -> tuple[State, _Target]:
     if inputs.mode is Mode.AUTO:
         if pending is not None and pending.trial is not None:
             trial = in_force(pending)
-        elif pending is not None and pending.applied_at is None and since_change <= APPLY_SECONDS:
+        elif (
+            pending is not None
+            and pending.applied_at is None
+            and since_change <= APPLY_SECONDS
+            and not pending.is_overruled(inputs.limits, inputs.replicas)
+        ):
             # What no decision moves stays with the caller, who may have followed an edit of the spec meanwhile.
             after = pending.limits_after
             limits = replace(

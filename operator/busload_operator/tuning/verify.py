@@ -59,7 +59,8 @@ def follow(
     if pending.trial is not None:
         return _follow_trial(pending, inputs, picture, killed)
     if inputs.limits != pending.limits_after or inputs.replicas != pending.replicas_after:
-        if pending.applied_at is None and inputs.now - pending.written_at <= APPLY_SECONDS:
+        in_time = pending.applied_at is None and inputs.now - pending.written_at <= APPLY_SECONDS
+        if in_time and not pending.is_overruled(inputs.limits, inputs.replicas):
             return Judgement(pending)
         return _close(pending, Verdict.INCONCLUSIVE, "the values in force were changed from outside")
     if pending.decision.reason is Reason.OUT_OF_MEMORY:

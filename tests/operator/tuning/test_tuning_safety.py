@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 from fluid_service import BOUNDS, LIMITS, Pod, Service, StepLaw
 
-from busload_operator.tuning import Counters, Knob, Mode, PodSample, Range, Reason, Verdict
+from busload_operator.tuning import Counters, Knob, Mode, PodSample, Range, Reason, State, Verdict
 from busload_operator.tuning.counters import CUMULATIVE
 from busload_runtime.contract import SEQUENCE_LENGTHS
 
@@ -163,6 +163,41 @@ def test_a_clock_that_steps_ends_a_trial_unjudged() -> None:
     assert service.decisions[0].outcome.verdict is Verdict.INCONCLUSIVE
     assert "the clock went from" in service.decisions[0].outcome.message
     assert service.limits.batch_size == 8
+
+
+def test_another_hand_that_puts_a_setting_back_is_not_fought() -> None:
+    """A second operator, or a person with kubectl, writes batchSize 4 every twenty seconds."""
+    service = Service(noise=0.05, bounds=replace(BOUNDS, replicas=Range(1, 1)))
+    service.clients = 32
+    writes = 0
+    for second in range(300):
+        service.run(1)
+        if second % 20 == 19 and service.limits.batch_size != 4:
+            writes += 1
+            service.limits = replace(service.limits, batch_size=4)
+            service.generation += 1
+            for pod in service.pods:
+                pod.limits, pod.generation = service.limits, service.generation
+    raised = [d for d in service.decisions if d.knob is Knob.BATCH_SIZE]
+    assert writes <= 2
+    assert len(raised) <= 3, [d.message for d in raised]
+    assert any("were changed from outside" in d.outcome.message for d in raised)
+    assert service.limits.batch_size == 4
+
+
+def test_two_cores_on_one_service_agree_and_do_not_flap() -> None:
+    """Each decides on what both see and write: the one finds the other's change in force."""
+    service = Service(noise=0.05, bounds=replace(BOUNDS, replicas=Range(1, 1)))
+    service.clients = 32
+    other = State.initial()
+    limits = []
+    for _ in range(150):
+        service.run(2)
+        service.state, other = other, service.state
+        limits.append(service.limits.batch_size)
+    turns = [1 for a, b, c in zip(limits, limits[1:], limits[2:], strict=False) if (b - a) * (c - b) < 0]
+    assert not turns, limits
+    assert len(set(limits)) <= 4, limits
 
 
 class Killer:
