@@ -17,7 +17,7 @@ from busload_operator.control.logs import about
 from busload_operator.control.record import Recording
 from busload_operator.control.service import Service
 from busload_operator.control.told_law import ToldLaw
-from busload_operator.resources.initial_limits import initial_limits
+from busload_operator.resources.initial_limits import initial_limits, longest_sequence
 from busload_operator.tuning.feasible import Reported
 from busload_operator.tuning.learned import recall
 from busload_operator.tuning.lengths import with_length
@@ -142,7 +142,7 @@ class Tuner:
 
         The longest sequence is what a decision has made it, else the spec's initial one, else what bounds and memory
         allow, now and after each edit of the spec: one that was only ever clamped must not stay low when the spec
-        allows more again.
+        allows more again. Pods refuse limits whose KV cache holds no such sequence, so a smaller cache shortens it.
 
         For another model, or pods of another size, nothing that was learned of the earlier ones holds.
         """
@@ -154,7 +154,8 @@ class Tuner:
         limits = clamp(limits, service.bounds)
         bounds, decided = service.bounds.max_sequence_length, self.remembered.learned.max_sequence_length
         length = decided if decided is not None else service.initial_sequence_length
-        limits = with_length(limits, bounds.max if length is None else bounds.clamp(length))
+        fitting = longest_sequence(service.parsed.spec, limits.kv_cache_percent)
+        limits = with_length(limits, min(fitting, bounds.max if length is None else bounds.clamp(length)))
         replicas = service.asked_replicas
         if service.scaling is Scaling.OBSERVED:
             replicas = service.bounds.replicas.clamp(self.in_force.replicas)

@@ -26,19 +26,15 @@ def initial_limits(spec: Spec) -> Limits:
         batch = min(max(BATCH_SIZE, bounds.batch_size.min), bounds.batch_size.max)
     if percent is None:
         percent = bounds.kv_cache_percent.max
-    length = _longest(spec, percent)
+    length = longest_sequence(spec, percent)
     if bounds.max_sequence_length.initial is not None:
         length = min(length, bounds.max_sequence_length.initial)
     return _limits(spec, length, batch, percent)
 
 
-def longest_sequence(spec: Spec) -> int:
-    """The upper bound, as far as model and memory are known to carry it, but never below the lower bound."""
-    return _longest(spec, spec.bounds.kv_cache_percent.max)
-
-
-def _longest(spec: Spec, percent: int) -> int:
-    """The same with a KV cache of so many percent.
+def longest_sequence(spec: Spec, percent: int | None = None) -> int:
+    """The upper bound, as far as model and memory are known to carry it with a KV cache of so many percent (None: the
+    most of the bounds), but never below the lower bound.
 
     At the largest batch limit of the bounds: a step of it needs more memory, and a pod refuses limits under which one
     sequence of full length no longer fits.
@@ -46,6 +42,8 @@ def _longest(spec: Spec, percent: int) -> int:
     bounds, facts = spec.bounds.max_sequence_length, known_facts(spec)
     if facts is None:
         return bounds.max
+    if percent is None:
+        percent = spec.bounds.kv_cache_percent.max
     limits = _limits(spec, bounds.min, spec.bounds.batch_size.max, percent)
     fitting = plan_memory(facts, budget(spec), limits, compute_threads(spec)).longest_of(1)
     return min(bounds.max, facts.context_length, max(bounds.min, fitting))

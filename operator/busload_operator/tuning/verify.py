@@ -18,6 +18,7 @@ from busload_operator.tuning.trial import (
 )
 from busload_operator.tuning.types import Decision, Inputs, Knob, Law, Outcome, Reason, Verdict
 from busload_operator.tuning.window import PodWindow, view
+from busload_runtime.contract import Limits
 
 READY_SECONDS = 300.0
 """In which a new replica must be ready."""
@@ -58,7 +59,7 @@ def follow(
     killed for their memory since the last step."""
     if pending.trial is not None:
         return _follow_trial(pending, inputs, picture, killed)
-    if inputs.limits != pending.limits_after or inputs.replicas != pending.replicas_after:
+    if inputs.limits != _expected(pending, inputs) or inputs.replicas != pending.replicas_after:
         in_time = pending.applied_at is None and inputs.now - pending.written_at <= APPLY_SECONDS
         if in_time and not pending.is_overruled(inputs.limits, inputs.replicas):
             return Judgement(pending)
@@ -79,6 +80,17 @@ def follow(
     if pending.decision.knob is Knob.REPLICAS:
         return _follow_replicas(pending, inputs, picture)
     return _follow_setting(pending, inputs, law)
+
+
+def _expected(pending: Pending, inputs: Inputs) -> Limits:
+    """What a change puts in force. The sequence length follows the spec and the size of the KV cache meanwhile, unless
+    it is what is changed."""
+    if pending.decision.knob is Knob.MAX_SEQUENCE_LENGTH:
+        return pending.limits_after
+    now = inputs.limits
+    return replace(
+        pending.limits_after, max_sequence_length=now.max_sequence_length, max_queued_tokens=now.max_queued_tokens
+    )
 
 
 def _follow_trial(pending: Pending, inputs: Inputs, picture: Picture, killed: tuple[str, ...]) -> Judgement:

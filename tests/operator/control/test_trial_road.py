@@ -16,6 +16,7 @@ from busload_operator.control import tuner as tuners
 from busload_operator.control.events import transitions
 from busload_operator.control.service import Service, read_service
 from busload_operator.control.tuner import Tuner
+from busload_operator.resources.initial_limits import longest_sequence
 from busload_operator.tuning.learned import Learned
 from busload_operator.tuning.state import State
 from busload_operator.tuning.step import merge_patch
@@ -194,6 +195,25 @@ def test_a_service_starts_with_the_initial_length_and_is_raised_from_there(monke
         observed(tuner, service, monkeypatch, replace(tuner.in_force.limits, max_sequence_length=length))
         tuner.conform(service)
         assert tuner.in_force.limits.max_sequence_length == length
+
+
+def test_a_smaller_kv_cache_is_not_refused_for_a_sequence_it_cannot_hold() -> None:
+    """A pod with little memory, whose cache was stepped down after a kill: the pod would refuse the limits."""
+    service = read(
+        resources={"requests": {"cpu": "2", "memory": "450Mi"}, "limits": {"memory": "450Mi"}},
+        bounds={"batchSize": {"max": 4}, "maxSequenceLength": {"min": 64, "max": 8192}},
+    )
+    tuner = Tuner.recover(service, None, None)
+    tuner.conform(service)
+    lengths = []
+    for percent in (90, 50, 30, 90):
+        limits = replace(tuner.in_force.limits, kv_cache_percent=percent)
+        tuner.in_force = replace(tuner.in_force, limits=limits)
+        tuner.conform(service)
+        lengths.append(tuner.in_force.limits.max_sequence_length)
+        assert lengths[-1] == min(8192, longest_sequence(service.parsed.spec, percent))
+    assert lengths[0] > lengths[1] > lengths[2] > 64
+    assert lengths[3] == lengths[0], "and it comes back with the cache"
 
 
 def test_an_edit_of_the_limits_ends_a_trial() -> None:
