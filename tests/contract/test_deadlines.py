@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -120,6 +121,20 @@ def test_a_stream_without_a_token_for_too_long_is_ended(hasty: LiveServer) -> No
     assert 1.5 < taken < 20
     eventually(lambda: idle(hasty))
     assert hasty.complete(prompt="Hello", max_tokens=1).status_code == 200
+
+
+def test_a_queue_that_is_longer_than_one_would_wait_refuses_at_once(tmp_path: Path) -> None:
+    flags = ("--executor=cpu", "--batch-size=1", "--max-sequence-length=2048")
+    with running(tmp_path, *flags) as server, ThreadPoolExecutor(4) as pool:
+        body = {"prompt": "Hello", "max_tokens": 100, "ignore_eos": True}
+        assert server.http.post("/v1/completions", json=body).status_code == 200, "and its length is known now"
+        waiting = [pool.submit(server.http.post, "/v1/completions", json=body) for _ in range(4)]
+        eventually(lambda: server.level("vllm:num_requests_waiting") == 3)
+        refused = server.http.post("/v1/completions", content=b"{no json", headers={"X-Request-Timeout": "0.2"})
+        assert refused.status_code == 429, "before its body was looked at"
+        assert "this request may wait 0.2 s" in refused.json()["error"]["message"]
+        assert int(refused.headers["retry-after"]) >= 1
+        assert [answer.result().status_code for answer in waiting] == [200] * 4
 
 
 @pytest.mark.parametrize("value", ["soon", "0", "-3", "nan", "inf", "1e12"])

@@ -28,7 +28,7 @@ def ask(server: LiveServer, tenant: dict[str, str], max_tokens: int, prompt: str
 def test_fifty_requests_of_one_tenant_do_not_hold_up_another(small: LiveServer) -> None:
     with ThreadPoolExecutor(60) as pool:
         began = time.monotonic()
-        heavy = [pool.submit(ask, small, HEAVY, 40) for _ in range(50)]
+        heavy = [pool.submit(ask, small, HEAVY, 20) for _ in range(50)]
         eventually(lambda: small.level("vllm:num_requests_waiting") >= 40)
         waits = []
         for _ in range(5):
@@ -74,6 +74,15 @@ def test_a_tenant_fills_half_of_the_queue_and_its_neighbour_still_gets_in(tmp_pa
             assert light.result().status_code == 200
             assert [answer.result() for answer in held] == [200, 200]
         assert server.metrics()['busload_requests_refused_total{reason="tenant_limit"}'] == 1
+
+
+def test_a_thousand_tenants_make_no_series(server: LiveServer) -> None:
+    assert ask(server, HEAVY, 1).status_code == 200
+    before = set(server.metrics())
+    with ThreadPoolExecutor(8) as pool:
+        answers = pool.map(lambda n: ask(server, {"X-Busload-Tenant": f"tenant-{n}"}, 1), range(1000))
+        assert {answer.status_code for answer in answers} <= {200, 429}
+    assert set(server.metrics()) == before
 
 
 def test_another_tenants_prompt_is_never_a_cache_hit(server: LiveServer) -> None:

@@ -74,6 +74,8 @@ def test_waiting_prompt_tokens_are_bounded_but_one_prompt_always_enters(admissio
     with pytest.raises(ApiError) as caught:
         admission.queue_tokens(1)
     assert caught.value.status == 429
+    with pytest.raises(ApiError, match="500 prompt tokens wait, 2 more"):
+        admission.check(2)
     admission.unqueue(500)
     admission.queue_tokens(60)
     admission.queue_tokens(40)
