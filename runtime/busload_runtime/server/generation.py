@@ -19,6 +19,8 @@ from busload_runtime.server.metrics import Metrics
 from busload_runtime.server.text import TextStream
 from busload_runtime.server.trace import Trace
 
+PIECES_AT_ONCE = 256
+
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
     """News of one choice: text (maybe none), and with the last piece why it ended."""
@@ -107,7 +109,8 @@ class Generation:
         self._watch()
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
-        """Pieces of all choices as they come, those that wait already together, until each choice has ended.
+        """Pieces of all choices as they come, those that wait already together (but not all of thousands, whose events
+        would be in memory at once), until each choice has ended.
 
         Raises `ApiError` when the engine failed one or time is over, behind the pieces that came before.
         """
@@ -115,15 +118,17 @@ class Generation:
         while open_choices:
             await self._news.wait()
             self._news.clear()
-            pieces, self._pieces = self._pieces, []
-            failed = next((position for position, piece in enumerate(pieces) if piece.error is not None), None)
-            if failed is None:
-                open_choices -= sum(1 for piece in pieces if piece.finish_reason is not None)
-                yield pieces
-            else:
-                if failed:
-                    yield pieces[:failed]
-                raise self._failure(pieces[failed])
+            waiting, self._pieces = self._pieces, []
+            for start in range(0, len(waiting), PIECES_AT_ONCE):
+                pieces = waiting[start : start + PIECES_AT_ONCE]
+                failed = next((position for position, piece in enumerate(pieces) if piece.error is not None), None)
+                if failed is None:
+                    open_choices -= sum(1 for piece in pieces if piece.finish_reason is not None)
+                    yield pieces
+                else:
+                    if failed:
+                        yield pieces[:failed]
+                    raise self._failure(pieces[failed])
 
     def close(self) -> None:
         """Aborts what has not ended."""

@@ -12,7 +12,7 @@ from busload_runtime.server import generation as generation_module
 from busload_runtime.server.admission import Admission
 from busload_runtime.server.deadline import Deadline, Timeouts
 from busload_runtime.server.errors import ApiError
-from busload_runtime.server.generation import Generation, Piece
+from busload_runtime.server.generation import PIECES_AT_ONCE, Generation, Piece
 from busload_runtime.server.metrics import Metrics
 from busload_runtime.server.text import TextStream
 from busload_runtime.server.trace import Trace
@@ -56,6 +56,16 @@ async def test_pieces_that_wait_come_together_and_each_is_one_token() -> None:
     assert await anext(pieces) == [Piece(1, "b"), Piece(0, "c"), Piece(1, "d", "length")]
     engine.draw(0, ord("e"), "length")
     assert [piece async for piece in pieces] == [[Piece(0, "e", "length")]]
+
+
+async def test_thousands_that_wait_come_in_portions() -> None:
+    """A client that has long read nothing must not have all its events encoded at once."""
+    engine, generation = begin(1)
+    for _ in range(1000):
+        engine.draw(0, ord("a"))
+    engine.draw(0, ord("b"), "length")
+    portions = [len(pieces) async for pieces in generation.pieces()]
+    assert (sum(portions), max(portions)) == (1001, PIECES_AT_ONCE)
 
 
 async def test_a_stop_string_ends_the_choice_at_once_though_nobody_reads() -> None:
