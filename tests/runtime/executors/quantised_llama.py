@@ -13,10 +13,13 @@ Array: TypeAlias = NDArray[np.float64]
 
 _GROUP = 32
 _SPAN = 128
+# Where the products of neighbours are added in 16 bits, it is the largest sum of the sizes of two neighbouring dims of
+# a query that becomes 127, not the largest size.
+SUMS_PAIRS = ("avx2",)
 
 
-def logits(weights: WeightFile, tokens: Sequence[int], kv_precision: str = "int8") -> Array:
-    """[len(tokens), vocab] of a prompt. With an fp32 cache attention rounds nothing."""
+def logits(weights: WeightFile, tokens: Sequence[int], isa: str, kv_precision: str = "int8") -> Array:
+    """[len(tokens), vocab] of a prompt. An int8 cache makes attention round, a little more with SUMS_PAIRS."""
     config = weights.config
     n, dim, kv_heads = len(tokens), config.head_dim, config.num_kv_heads
     angles = np.arange(n)[:, None, None] * weights.rope_frequencies()[0].astype(np.float64)
@@ -29,7 +32,13 @@ def logits(weights: WeightFile, tokens: Sequence[int], kv_precision: str = "int8
         keys, values = _rotate(heads[:, config.num_heads : -kv_heads], angles), heads[:, -kv_heads:]
         if kv_precision == "int8":
             whole, scales = _quantise(values, dim, 127)
-            attended = _attend(_rounded(queries, dim, 127), _rounded(keys, dim, 127), whole, scales[..., 0])
+            keys = _rounded(keys, dim, 127)
+            if isa in SUMS_PAIRS:
+                pairs = np.abs(queries).reshape(n, -1, dim // 2, 2).sum(axis=-1)
+                step = pairs.max(axis=-1, keepdims=True) / 127
+                attended = _attend(np.rint(queries / step) * step, keys, whole, scales[..., 0])
+            else:
+                attended = _attend(_rounded(queries, dim, 127), keys, whole, scales[..., 0])
         else:
             attended = _attend(queries, keys, values, None)
         x = x + _rounded(attended.reshape(n, -1), _GROUP, 127) @ _stored(layer.attention_output).T

@@ -21,6 +21,8 @@ from busload_runtime.executors.cpu import CpuExecutor
 from busload_runtime.executors.reference import ReferenceExecutor
 from busload_runtime.model.load import TextModel, load_text_model, load_weights
 
+# All but the portable path, where there is another.
+ISAS = library.usable_isas()[:-1] or library.usable_isas()
 TEXT_TOKENS = 2000
 BLOCKS = 256
 NEW_TOKENS = 16
@@ -107,11 +109,12 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Pair(bound, reference, path)
 
 
-def test_logits_and_perplexity_of_a_text(pair: Pair, text: TextModel, report: Report) -> None:
+@pytest.mark.parametrize("isa", ISAS)
+def test_logits_and_perplexity_of_a_text(pair: Pair, text: TextModel, isa: str, report: Report) -> None:
     prose = (Path(__file__).parent / "prose.txt").read_text()
     tokens = text.tokenizer.encode(prose, special=False)[: TEXT_TOKENS + 1]
     assert len(tokens) == TEXT_TOKENS + 1
-    ours = CpuExecutor(load_weights(pair.path))
+    ours = CpuExecutor(load_weights(pair.path), isa=isa)
     sized(ours, BLOCKS)
     error = size = divergence = exact_loss = our_loss = 0.0
     flips: list[float] = []
@@ -144,7 +147,7 @@ def test_greedy_texts_are_the_references(pair: Pair, text: TextModel, report: Re
     """Token by token, up to the first that differs: there the reference must have been in doubt."""
     prompts = [text.tokenizer.encode(prompt, special=False) for prompt in PROMPTS]
     expected, leads = reference_texts(pair.reference, prompts)
-    for isa in library.usable_isas()[:-1] or library.usable_isas():
+    for isa in ISAS:
         ours = CpuExecutor(load_weights(pair.path), isa=isa)
         texts = generate(sized(ours, BLOCKS), prompts, NEW_TOKENS)
         compared = equal_texts = 0

@@ -110,7 +110,7 @@ def test_nothing_but_rounding_differs_over_several_segments(tmp_path: Path, isa:
     path, count, medians = tmp_path / "tiny.gguf", 1100, []
     for seed in range(4):
         TinyLlama(heads=6, layers=1, head_dim=32, context=2048, precision=Type.Q8_0, seed=seed).write(path)
-        exact = quantised_llama.logits(load_weights(str(path)), TOKENS[:count], kv_precision)
+        exact = quantised_llama.logits(load_weights(str(path)), TOKENS[:count], isa, kv_precision)
         ours = all_logits(opened(path, isa, kv_precision), count)
         errors = np.linalg.norm(ours - exact, axis=1) / np.linalg.norm(exact, axis=1)
         assert errors.max() < 0.1

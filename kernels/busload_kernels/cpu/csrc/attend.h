@@ -15,9 +15,14 @@ template <class Cache, bool Masked>
 __attribute__((noinline)) void weigh(const Span& span, const typename Cache::Queries& rows, int first_row, int count,
                                      const Sums& sums, typename Cache::Weights& weights, FetchTiles& fetch) {
   store(weights.peak, splat(kMasked));
-  for (int r = 0; r < count; r++)
-    weights.peak[r] =
-        peak_of<Masked>(span, weights.score[r], rows.seen(span, first_row + r)) * rows.scale[first_row + r];
+  for (int first = 0; first < count; first += 4) {
+    F16 top[4];
+    for (int k = 0; k < 4; k++)
+      top[k] = first + k < count ? peaks_of<Masked>(span, weights.score[first + k], rows.seen(span, first_row + first + k))
+                                 : splat(kMasked);
+    store_four(weights.peak + first, largest_of_four(top));
+  }
+  for (int r = 0; r < count; r++) weights.peak[r] *= rows.scale[first_row + r];
   weights.factors = raise(sums.peaks() + first_row, weights.peak);
   for (int r = 0; r < count; r++) {
     const F16 mass = Cache::template soften<Masked>(span, rows, first_row + r, r, weights, fetch);
@@ -81,10 +86,9 @@ void finish(const AttendJob& job, const Sums& sums) {
   const int group = job.model->heads / job.model->kv_heads;
   for (int r = 0; r < job.count * group; r++) {
     const F16 inverse = splat(1.f / sum(load(sums.mass(r))));
-    const int column = (job.kv_head * group + r % group) * sums.dim;
-    for (int d = 0; d < sums.dim; d += kGroup)
-      quantise_group(mul(load(sums.out(r) + d), inverse), mul(load(sums.out(r) + d + 16), inverse), job.out,
-                     job.row + r / group, (column + d) / kGroup);
+    const float* out = sums.out(r);
+    const int groups = sums.dim / kGroup, first = (job.kv_head * group + r % group) * groups;
+    quantise_row(groups, job.out, job.row + r / group, first, [=](int i) { return mul(load(out + i), inverse); });
   }
 }
 

@@ -137,6 +137,7 @@ struct BlEngine {
   int64_t memory_bytes = 0;
 
   std::vector<Row> rows;
+  std::vector<int> runs;                   // first rows of tokens whose values share lines of the cache; the end
   std::vector<Block> blocks, last_blocks;  // last: with rows that are continued
 
   bool make_room(int64_t tokens, int64_t samples, Buffers& buffers) {
@@ -160,11 +161,14 @@ struct BlEngine {
       return std::all_of(values, values + count, [=](int32_t v) { return 0 <= v && v < limit; });
     };
     int partials = 0;
-    rows.clear(), blocks.clear();
+    rows.clear(), blocks.clear(), runs.clear();
     for (int c = 0; c < step.num_chunks; c++) {
       const int first = (int)rows.size(), count = step.chunk_tokens[c], start = step.chunk_start[c];
       if (count < 1 || start < 0) return false;
-      for (int i = 0; i < count; i++) rows.push_back({start + i, c});
+      for (int i = 0; i < count; i++) {
+        if (i == 0 || (start + i) % 4 == 0) runs.push_back(first + i);
+        rows.push_back({start + i, c});
+      }
       const int segments = start / kSegmentTokens + 1;
       if (count == 1 && segments > 1 && partials + segments * model.kv_heads <= kPartials) {
         for (int s = 0; s < segments; s++) blocks.push_back({first, 1, c, s, segments, partials});
@@ -185,6 +189,7 @@ struct BlEngine {
           return false;
     }
     const int64_t tokens = (int64_t)rows.size();
+    runs.push_back((int)tokens);
     if (!within(step.tokens, tokens, model.vocab) || !within(step.sample_rows, step.num_samples, tokens)) return false;
     std::vector<bool> continued(tokens);
     for (int i = 0; i < step.num_samples; i++) continued[step.sample_rows[i]] = true;
@@ -304,10 +309,12 @@ struct Pass {
                buffers.scratch[id]);
     });
     end(id, kQkv);
-    team.share(id, tokens, [&](int r) {
-      const int64_t angle = ((int64_t)layer.rope * tokens + r) * half;
-      k.rotate_store(m, layer, row(buffers.qkv, r, width), {buffers.cosine + angle, buffers.sine + angle}, buffers.queries, r,
-                     tile_of(kv, r), engine.rows[r].position % kBlockTokens);
+    team.share(id, (int)engine.runs.size() - 1, [&](int run) {
+      for (int r = engine.runs[run]; r < engine.runs[run + 1]; r++) {
+        const int64_t angle = ((int64_t)layer.rope * tokens + r) * half;
+        k.rotate_store(m, layer, row(buffers.qkv, r, width), {buffers.cosine + angle, buffers.sine + angle}, buffers.queries,
+                       r, tile_of(kv, r), engine.rows[r].position % kBlockTokens);
+      }
     });
     end(id, kRotate);
   }

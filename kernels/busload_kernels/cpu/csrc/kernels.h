@@ -51,7 +51,8 @@ struct Kernels {
   // activation(gate) * up of one 32-column group, quantised: gate_up is [rows][64].
   void (*gate)(const float* gate_up, int rows, int activation, const Activations& out, int group);
   // One row of QKV: bias, query and key norm, rotation in place; queries quantised for an int8 cache, key and value stored.
-  // `tile` is the KV tile of kv head 0, the next head's follows it.
+  // `tile` is the KV tile of kv head 0, the next head's follows it. Tokens whose values share lines (slot / 4) must not be
+  // stored at the same time.
   void (*rotate_store)(const BlModel&, const BlLayer&, float* qkv, RopeRow, const Queries&, int row, uint8_t* tile,
                        int slot);
   void (*attend)(const AttendJob&);

@@ -28,20 +28,57 @@ inline F16 exp2_within(F16 x) {
 inline F16 exp2_below(F16 x) { return exp2_within(max(x, splat(-126.f))); }  // x <= 126
 inline F16 exp2(F16 x) { return exp2_below(min(x, splat(126.f))); }
 
-// Two halves of a group of 32 to int8 with one scale.
-inline void quantise_group(F16 a, F16 b, const Activations& out, int64_t row, int group) {
-  const int64_t index = group * out.stride + row;
-  const float peak = largest(max(abs(a), abs(b)));
-  const F16 inverse = splat(peak > 0 ? 127.f / peak : 0.f);
-  const I16 qa = round_int(mul(a, inverse)), qb = round_int(mul(b, inverse));
-  int8_t* q = out.q + index * kGroup;
-  store_bytes(q, qa);
-  store_bytes(q + 16, qb);
-  const float scale = peak * (1.f / 127.f);
-  out.scale[index] = scale;
-  const int32_t sum = sum_int(add_int(qa, qb));
-  out.offset[index] = scale * (float)sum;
-  out.unbias[index] = -128 * sum;
+// What four vectors are multiplied with so that the largest of each, if it is above 1e-30, becomes 127.
+struct ToBytes {
+  F16 factor[4];
+  explicit ToBytes(F16 peaks) {
+    const F16 four = mul(reciprocal(max(peaks, splat(1e-30f))), splat(127));
+    factor[0] = splat_of_four<0>(four), factor[1] = splat_of_four<1>(four);
+    factor[2] = splat_of_four<2>(four), factor[3] = splat_of_four<3>(four);
+  }
+};
+
+// The first `count` of four groups of 32, as two halves each, to int8 with one scale each. They go to `index` in the arrays
+// of `out`, the next `step` further. Four, as what is found across the lanes of a vector is found for four at once.
+inline void quantise_groups(const F16 (&low)[4], const F16 (&high)[4], const Activations out, int64_t index, int64_t step,
+                            int count) {
+  F16 size[4];
+  I16 total[4];
+#pragma GCC unroll 4
+  for (int k = 0; k < 4; k++) size[k] = max(abs(low[k]), abs(high[k]));
+  const F16 peaks = largest_of_four(size), scales = mul(peaks, splat(1.f / 127));
+  const ToBytes to_bytes(peaks);
+#pragma GCC unroll 4
+  for (int k = 0; k < 4; k++) {
+    const I16 a = round_int(mul(low[k], to_bytes.factor[k])), b = round_int(mul(high[k], to_bytes.factor[k]));
+    total[k] = add_int(a, b);
+    if (k >= count) continue;
+    int8_t* q = out.q + (index + k * step) * kGroup;
+    store_bytes(q, a);
+    store_bytes(q + 16, b);
+  }
+  const I16 sums = sums_of_four(total);
+  float scale[4], offset[4];
+  int32_t sum[4];
+  store_four(scale, scales), store_four(offset, mul(scales, to_float(sums))), store_four(sum, sums);
+#pragma GCC unroll 4
+  for (int k = 0; k < 4; k++, index += step)
+    if (k < count) out.scale[index] = scale[k], out.offset[index] = offset[k], out.unbias[index] = -128 * sum[k];
+}
+
+// Consecutive groups of one row, from `first` on: value(i) is sixteen of their values from i on.
+template <class Value>
+inline void quantise_row(int groups, const Activations& out, int64_t row, int first, Value value) {
+  for (int g = 0; g < groups; g += 4) {
+    const int count = groups - g < 4 ? groups - g : 4;
+    F16 low[4], high[4];
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; k++) {
+      low[k] = k < count ? value((g + k) * kGroup) : splat(0);
+      high[k] = k < count ? value((g + k) * kGroup + 16) : splat(0);
+    }
+    quantise_groups(low, high, out, (first + g) * out.stride + row, out.stride, count);
+  }
 }
 
 // 1 / sqrt(mean(x^2) + eps), Zhang and Sennrich 2019.
@@ -56,8 +93,7 @@ inline float norm_factor(const float* x, float eps, int cols) {
 
 void norm_quantise(const float* x, const float* weight, float eps, const Activations& out, int row) {
   const F16 factor = splat(norm_factor(x, eps, out.cols));
-  for (int g = 0; g < out.cols / kGroup; g++, x += kGroup, weight += kGroup)
-    quantise_group(mul(mul(load(x), factor), load(weight)), mul(mul(load(x + 16), factor), load(weight + 16)), out, row, g);
+  quantise_row(out.cols / kGroup, out, row, 0, [=](int i) { return mul(mul(load(x + i), factor), load(weight + i)); });
 }
 
 void norm_add(float* x, const float* y, const float* weight, float eps, int cols) {
@@ -65,7 +101,7 @@ void norm_add(float* x, const float* y, const float* weight, float eps, int cols
   for (int i = 0; i < cols; i += 16) store(x + i, fma(mul(load(y + i), factor), load(weight + i), load(x + i)));
 }
 
-inline F16 sigmoid(F16 x) { return div(splat(1.f), add(splat(1.f), exp2(mul(x, splat(-kLog2E))))); }
+inline F16 sigmoid(F16 x) { return reciprocal(add(splat(1.f), exp2(mul(x, splat(-kLog2E))))); }
 
 // x * sigmoid(x) (SwiGLU, Shazeer 2020), or GELU in its tanh form, which is x * sigmoid(2 u) (Hendrycks and Gimpel 2016).
 inline F16 activate(F16 x, int activation) {
@@ -75,9 +111,17 @@ inline F16 activate(F16 x, int activation) {
 }
 
 void gate(const float* gate_up, int rows, int activation, const Activations& out, int group) {
-  for (int r = 0; r < rows; r++, gate_up += 2 * kUnitRows)
-    quantise_group(mul(activate(load(gate_up), activation), load(gate_up + 32)),
-                   mul(activate(load(gate_up + 16), activation), load(gate_up + 48)), out, r, group);
+  for (int r = 0; r < rows; r += 4) {
+    const int count = rows - r < 4 ? rows - r : 4;
+    F16 low[4], high[4];
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; k++) {
+      const float* row = gate_up + (r + k) * 2 * kUnitRows;
+      low[k] = k < count ? mul(activate(load(row), activation), load(row + 32)) : splat(0);
+      high[k] = k < count ? mul(activate(load(row + 16), activation), load(row + 48)) : splat(0);
+    }
+    quantise_groups(low, high, out, group * out.stride + r, 1, count);
+  }
 }
 
 // Dimension i turns with i + head_dim / 2 (Su et al. 2021), after the optional norm.
@@ -92,42 +136,75 @@ inline void rotate(float* x, const float* norm, float eps, int head_dim, RopeRow
   }
 }
 
-inline float peak_of(const float* x, int n) {
-  F16 peak = splat(0);
-  for (int i = 0; i < n; i += 16) peak = max(peak, abs(load(x + i)));
-  return largest(peak);
-}
-
+// Up to four vectors of `dim`, one after the other in x and in q, to int8 with one scale each, so that their largest `size`
+// becomes 127.
 struct Quantised {
-  float scale;
-  int32_t sum;
+  float scale[4];
+  int32_t sum[4];
 };
-
-// int8 with one scale.
-inline Quantised quantise_vector(const float* x, int n, int8_t* q) {
-  const float peak = peak_of(x, n);
-  const F16 inverse = splat(peak > 0 ? 127.f / peak : 0.f);
-  I16 total = splat_int(0);
-  for (int i = 0; i < n; i += 16) {
-    const I16 whole = round_int(mul(load(x + i), inverse));
-    total = add_int(total, whole);
-    store_bytes(q + i, whole);
+template <class Size>
+inline Quantised quantise_vectors(const float* x, int count, int dim, int8_t* q, Size size) {
+  F16 top[4];
+  I16 total[4];
+#pragma GCC unroll 4
+  for (int k = 0; k < 4; k++) {
+    top[k] = splat(0);
+    if (k < count)
+      for (int i = k * dim; i < (k + 1) * dim; i += 16) top[k] = max(top[k], size(load(x + i)));
   }
-  return {peak * (1.f / 127), sum_int(total)};
+  const F16 peaks = largest_of_four(top);
+  const ToBytes to_bytes(peaks);
+#pragma GCC unroll 4
+  for (int k = 0; k < 4; k++) {
+    total[k] = splat_int(0);
+    if (k >= count) continue;
+    for (int i = k * dim; i < (k + 1) * dim; i += 16) {
+      const I16 whole = round_int(mul(load(x + i), to_bytes.factor[k]));
+      total[k] = add_int(total[k], whole);
+      store_bytes(q + i, whole);
+    }
+  }
+  Quantised result;
+  store_four(result.scale, mul(peaks, splat(1.f / 127)));
+  store_four(result.sum, sums_of_four(total));
+  return result;
 }
 
-inline void store_int8(const float* key, const float* value, int dim, uint8_t* tile, int slot) {
-  int8_t q[kMaxHeadDim];
+inline void quantise_queries(const float* x, int heads, int dim, float attention_scale, const Queries& out, int64_t index) {
+  for (int h = 0; h < heads; h += 4, index += 4) {
+    const int count = heads - h < 4 ? heads - h : 4;
+    const Quantised four = quantise_vectors(x + h * dim, count, dim, out.q + index * dim, [](F16 v) { return DotKeys::size(v); });
+    for (int k = 0; k < count; k++) out.scale[index + k] = four.scale[k] * attention_scale, out.sum[index + k] = four.sum[k];
+  }
+}
+
+inline void store_key(const int8_t* q, int dim, uint8_t* tile, int slot) {
   uint8_t* keys = tile + (slot / 16) * 16 * dim + (slot % 16) * 4;
-  uint8_t* values = tile + kBlockTokens * dim + (slot / 4) * 4 * dim + slot % 4;
-  float* scales = (float*)(tile + 2 * kBlockTokens * dim);
-  scales[slot] = quantise_vector(key, dim, q).scale;
   for (int i = 0; i < dim; i += 4) {
     uint32_t word = (uint32_t)load_word(q + i) ^ 0x80808080u;
     __builtin_memcpy(keys + 16 * i, &word, 4);
   }
-  scales[kBlockTokens + slot] = quantise_vector(value, dim, q).scale;
-  for (int i = 0; i < dim; i++) values[4 * i] = (uint8_t)q[i];
+}
+
+// Rewrites the values of the token's three neighbours too.
+inline void store_value(const int8_t* q, int dim, uint8_t* tile, int slot) {
+  uint8_t* values = tile + kBlockTokens * dim + (slot / 4) * 4 * dim;
+  for (int i = 0; i < dim; i += 16) store_int(values + 4 * i, with_byte(load_int(values + 4 * i), load_bytes(q + i), slot % 4));
+}
+
+// Keys and values of a token: [2][kv_heads][dim].
+inline void store_int8(const float* x, int kv_heads, int dim, uint8_t* tiles, int64_t tile_bytes, int slot) {
+  int8_t q[4 * kMaxHeadDim];
+  for (int first = 0; first < 2 * kv_heads; first += 4) {
+    const int count = 2 * kv_heads - first < 4 ? 2 * kv_heads - first : 4;
+    const Quantised four = quantise_vectors(x + first * dim, count, dim, q, [](F16 v) { return abs(v); });
+    for (int k = 0; k < count; k++) {
+      const bool value = first + k >= kv_heads;
+      uint8_t* tile = tiles + (first + k - value * kv_heads) * tile_bytes;
+      (value ? store_value : store_key)(q + k * dim, dim, tile, slot);
+      ((float*)(tile + 2 * kBlockTokens * dim))[value * kBlockTokens + slot] = four.scale[k];
+    }
+  }
 }
 
 inline void store_fp32(const float* key, const float* value, int dim, uint8_t* tile, int slot) {
@@ -140,22 +217,18 @@ inline void store_fp32(const float* key, const float* value, int dim, uint8_t* t
 void rotate_store(const BlModel& m, const BlLayer& layer, float* qkv, RopeRow rope, const Queries& queries, int row,
                   uint8_t* tile, int slot) {
   const int dim = m.head_dim;
-  const bool int8 = m.kv_format == BL_KV_INT8;
   if (layer.qkv_bias)
     for (int i = 0; i < (m.heads + 2 * m.kv_heads) * dim; i += 16)
       store(qkv + i, add(load(qkv + i), load(layer.qkv_bias + i)));
-  for (int h = 0; h < m.heads; h++, qkv += dim) {
-    rotate(qkv, layer.query_norm, m.norm_eps, dim, rope);
-    if (!int8) continue;
-    const int64_t index = (int64_t)row * m.heads + h;
-    const Quantised query = quantise_vector(qkv, dim, queries.q + index * dim);
-    queries.scale[index] = query.scale * m.attention_scale * kLog2E;
-    queries.sum[index] = query.sum;
-  }
-  for (int h = 0; h < m.kv_heads; h++, qkv += dim, tile += kv_tile_bytes(m)) {
-    const float* value = qkv + m.kv_heads * dim;
-    rotate(qkv, layer.key_norm, m.norm_eps, dim, rope);
-    int8 ? store_int8(qkv, value, dim, tile, slot) : store_fp32(qkv, value, dim, tile, slot);
+  float* key = qkv + m.heads * dim;
+  for (int h = 0; h < m.heads; h++) rotate(qkv + h * dim, layer.query_norm, m.norm_eps, dim, rope);
+  for (int h = 0; h < m.kv_heads; h++) rotate(key + h * dim, layer.key_norm, m.norm_eps, dim, rope);
+  if (m.kv_format == BL_KV_INT8) {
+    quantise_queries(qkv, m.heads, dim, m.attention_scale * kLog2E, queries, (int64_t)row * m.heads);
+    store_int8(key, m.kv_heads, dim, tile, kv_tile_bytes(m), slot);
+  } else {
+    for (int h = 0; h < m.kv_heads; h++)
+      store_fp32(key + h * dim, key + (m.kv_heads + h) * dim, dim, tile + h * kv_tile_bytes(m), slot);
   }
 }
 

@@ -24,7 +24,6 @@ inline F16 splat(float v) { return {_mm256_set1_ps(v), _mm256_set1_ps(v)}; }
 inline F16 add(F16 x, F16 y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
 inline F16 sub(F16 x, F16 y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
 inline F16 mul(F16 x, F16 y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
-inline F16 div(F16 x, F16 y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
 inline F16 fma(F16 x, F16 y, F16 z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
 inline F16 max(F16 x, F16 y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
 inline F16 min(F16 x, F16 y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
@@ -44,6 +43,38 @@ inline float largest(F16 v) {
   y = _mm_max_ps(y, _mm_movehl_ps(y, y));
   return _mm_cvtss_f32(_mm_max_ss(y, _mm_shuffle_ps(y, y, 1)));
 }
+// The largest, or the sum, of each of four vectors, again and again in the lanes of the result: a fold at each step joins two.
+template <class Fold>
+inline __m256 fold_four(__m256 a, __m256 b, __m256 c, __m256 d, Fold fold) {
+  const __m256d ab = _mm256_castps_pd(fold(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)));
+  const __m256d cd = _mm256_castps_pd(fold(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d)));
+  const __m256 all = fold(_mm256_castpd_ps(_mm256_unpacklo_pd(ab, cd)), _mm256_castpd_ps(_mm256_unpackhi_pd(ab, cd)));
+  return fold(all, _mm256_permute2f128_ps(all, all, 1));
+}
+inline F16 largest_of_four(const F16 (&v)[4]) {
+  const auto fold = [](__m256 x, __m256 y) { return _mm256_max_ps(x, y); };
+  const auto one = [&](F16 x) { return fold(x.a, x.b); };
+  const __m256 four = fold_four(one(v[0]), one(v[1]), one(v[2]), one(v[3]), fold);
+  return {four, four};
+}
+inline I16 sums_of_four(const I16 (&v)[4]) {
+  const auto fold = [](__m256 x, __m256 y) {
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_castps_si256(y)));
+  };
+  const auto one = [](I16 x) { return _mm256_castsi256_ps(_mm256_add_epi32(x.a, x.b)); };
+  const __m256i four = _mm256_castps_si256(fold_four(one(v[0]), one(v[1]), one(v[2]), one(v[3]), fold));
+  return {four, four};
+}
+template <int K>
+inline F16 splat_of_four(F16 v) { return {_mm256_permute_ps(v.a, K * 0x55), _mm256_permute_ps(v.b, K * 0x55)}; }
+inline void store_four(float* p, F16 v) { _mm_storeu_ps(p, _mm256_castps256_ps128(v.a)); }
+inline void store_four(int32_t* p, I16 v) { _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(v.a)); }
+// 1 / v, relative error 2^-21. For 1e-30 <= v.
+inline __m256 reciprocal(__m256 v) {
+  const __m256 guess = _mm256_rcp_ps(v);
+  return _mm256_mul_ps(guess, _mm256_fnmadd_ps(v, guess, _mm256_set1_ps(2)));
+}
+inline F16 reciprocal(F16 v) { return {reciprocal(v.a), reciprocal(v.b)}; }
 inline F16 load_half(const void* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p + 1))};
 }
@@ -59,14 +90,17 @@ inline __m256 times_power_of_two(__m256 v, __m256 whole) {
 inline F16 times_power_of_two(F16 v, F16 whole) {
   return {times_power_of_two(v.a, whole.a), times_power_of_two(v.b, whole.b)};
 }
-// v * 2^whole for whole <= 0
-inline F16 times_small_power(F16 v, F16 whole) { return times_power_of_two(v, max(whole, splat(-126))); }
-inline int32_t sum_int(I16 v) {
-  __m256i x = _mm256_add_epi32(v.a, v.b);
-  __m128i y = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
-  y = _mm_add_epi32(y, _mm_shuffle_epi32(y, 0x4e));
-  return _mm_cvtsi128_si32(_mm_add_epi32(y, _mm_shuffle_epi32(y, 0xb1)));
+// x <= 0 as whole + fraction, |fraction| <= 1/2; `times_power` multiplies with 2^whole. A sum with 1.5 * 2^23 has no fraction
+// bits, and the whole number in its lowest.
+struct Split { F16 fraction; I16 whole; };
+inline Split split(F16 x) {
+  const F16 shift = splat(12582912.f), within = max(x, splat(-126)), sum = add(within, shift);
+  return {sub(within, sub(sum, shift)), {_mm256_castps_si256(sum.a), _mm256_castps_si256(sum.b)}};
 }
+inline __m256 times_power(__m256 v, __m256i whole) {
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(v), _mm256_slli_epi32(whole, 23)));
+}
+inline F16 times_power(F16 v, Split s) { return {times_power(v.a, s.whole.a), times_power(v.b, s.whole.b)}; }
 inline I16 add_int(I16 x, I16 y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 inline I16 splat_int(int32_t v) { return {_mm256_set1_epi32(v), _mm256_set1_epi32(v)}; }
 inline I16 count_up(int32_t first) {
@@ -88,6 +122,20 @@ inline void store_bytes(void* p, I16 v) {
   words = _mm256_permute4x64_epi64(words, 0xd8);
   _mm_storeu_si128((__m128i*)p, _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }
+// Byte `at` of each word becomes the low byte of v's.
+inline __m256i with_byte(__m256i words, __m256i v, int at) {
+  const __m128i bits = _mm_cvtsi32_si128(8 * at);
+  const __m256i mask = _mm256_sll_epi32(_mm256_set1_epi32(255), bits);
+  return _mm256_or_si256(_mm256_andnot_si256(mask, words), _mm256_and_si256(mask, _mm256_sll_epi32(v, bits)));
+}
+inline I16 with_byte(I16 words, I16 v, int at) { return {with_byte(words.a, v.a, at), with_byte(words.b, v.b, at)}; }
+inline I16 load_int(const void* p) {
+  return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
+}
+inline I16 load_bytes(const int8_t* p) {
+  return {_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)), _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
+}
+inline void store_int(void* p, I16 v) { _mm256_storeu_si256((__m256i*)p, v.a), _mm256_storeu_si256((__m256i*)p + 1, v.b); }
 
 inline Line load_line(const uint8_t* p) {
   return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
@@ -155,41 +203,36 @@ struct DotBytes : DotSigned {
 };
 
 // Attention. Keys are bytes with a bias against signed queries; values are signed against weights 0..255. A Word is what 4
-// queries or weights are multiplied as, an Operand a line made ready for several of them. Here both are 16-bit, first and
-// third of the four in one register, second and fourth in the other: `vpmaddubsw` would saturate, and mending that costs
-// more than widening once.
-struct Widened { __m256i even[2], odd[2]; };
-struct EvenOdd { int32_t even, odd; };
-
-inline void step_widened(I16& sum, const Widened& line, const EvenOdd& word) {
-  const __m256i even = _mm256_set1_epi32(word.even), odd = _mm256_set1_epi32(word.odd);
-  sum.a = _mm256_add_epi32(sum.a, _mm256_madd_epi16(line.even[0], even));
-  pin(sum.a);
-  sum.b = _mm256_add_epi32(sum.b, _mm256_madd_epi16(line.even[1], even));
-  pin(sum.b);
-  sum.a = _mm256_add_epi32(sum.a, _mm256_madd_epi16(line.odd[0], odd));
-  pin(sum.a);
-  sum.b = _mm256_add_epi32(sum.b, _mm256_madd_epi16(line.odd[1], odd));
-  pin(sum.b);
-}
+// queries or weights are multiplied as, an Operand a line made ready for several of them. `vpmaddubsw` saturates when the
+// products of a pair of neighbours exceed 16 bits.
 struct DotKeys {
   static constexpr int kBias = 128;
-  using Operand = Widened;
-  using Word = EvenOdd;
-  static Word word(const int8_t* q) {
-    const auto pair = [](int8_t low, int8_t high) { return (int32_t)((uint32_t)(uint16_t)high << 16 | (uint16_t)low); };
-    return {pair(q[0], q[2]), pair(q[1], q[3])};
+  using Operand = Line;
+  using Word = int32_t;
+  // At most 127 when quantised: that of a pair, which rounding may raise by 1. So the products of a pair are 255 * 128.
+  static __m256 size(__m256 q) {
+    q = _mm256_andnot_ps(_mm256_set1_ps(-0.f), q);
+    return _mm256_add_ps(q, _mm256_permute_ps(q, 0xb1));
   }
-  static Operand prepare(Line line) {
-    const __m256i low = _mm256_set1_epi16(255);
-    return {{_mm256_and_si256(line.a, low), _mm256_and_si256(line.b, low)},
-            {_mm256_srli_epi16(line.a, 8), _mm256_srli_epi16(line.b, 8)}};
+  static F16 size(F16 q) { return {size(q.a), size(q.b)}; }
+  static Word word(const int8_t* q) { return load_word(q); }
+  static Operand prepare(Line line) { return line; }
+  static __m256i half(__m256i keys, __m256i q) {
+    return _mm256_madd_epi16(_mm256_maddubs_epi16(keys, q), _mm256_set1_epi16(1));
   }
-  static void step(I16& sum, const Operand& keys, const Word& q) { step_widened(sum, keys, q); }
+  static void step(I16& sum, const Operand& keys, Word word) {
+    const __m256i q = _mm256_set1_epi32(word);
+    sum.a = _mm256_add_epi32(sum.a, half(keys.a, q));
+    pin(sum.a);
+    sum.b = _mm256_add_epi32(sum.b, half(keys.b, q));
+    pin(sum.b);
+  }
 };
+// Weights and values are widened to 16 bits, first and third of the four in one register, second and fourth in the other:
+// smaller weights would cost too much accuracy.
 struct DotValues {
-  using Operand = Widened;
-  using Word = EvenOdd;
+  struct Operand { __m256i even[2], odd[2]; };
+  struct Word { int32_t even, odd; };
   // The words of a block's 32 weights, in the order that packing leaves: those of keys 4g..4g+3 are at place(g).
   static constexpr int place(int g) { return g / 4 * 4 + 2 * (g % 2) + g % 4 / 2; }
   static __m256i pack(I16 v) {
@@ -204,7 +247,17 @@ struct DotValues {
   static Operand prepare(Line line) {
     return {{even(line.a), even(line.b)}, {_mm256_srai_epi16(line.a, 8), _mm256_srai_epi16(line.b, 8)}};
   }
-  static void step(I16& sum, const Operand& values, const Word& w) { step_widened(sum, values, w); }
+  static void step(I16& sum, const Operand& values, const Word& weights) {
+    const __m256i even = _mm256_set1_epi32(weights.even), odd = _mm256_set1_epi32(weights.odd);
+    sum.a = _mm256_add_epi32(sum.a, _mm256_madd_epi16(values.even[0], even));
+    pin(sum.a);
+    sum.b = _mm256_add_epi32(sum.b, _mm256_madd_epi16(values.even[1], even));
+    pin(sum.b);
+    sum.a = _mm256_add_epi32(sum.a, _mm256_madd_epi16(values.odd[0], odd));
+    pin(sum.a);
+    sum.b = _mm256_add_epi32(sum.b, _mm256_madd_epi16(values.odd[1], odd));
+    pin(sum.b);
+  }
 };
 
 }  // namespace

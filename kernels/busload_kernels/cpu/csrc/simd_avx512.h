@@ -20,21 +20,52 @@ inline F16 splat(float v) { return _mm512_set1_ps(v); }
 inline F16 add(F16 a, F16 b) { return _mm512_add_ps(a, b); }
 inline F16 sub(F16 a, F16 b) { return _mm512_sub_ps(a, b); }
 inline F16 mul(F16 a, F16 b) { return _mm512_mul_ps(a, b); }
-inline F16 div(F16 a, F16 b) { return _mm512_div_ps(a, b); }
 inline F16 fma(F16 a, F16 b, F16 c) { return _mm512_fmadd_ps(a, b, c); }
 inline F16 max(F16 a, F16 b) { return _mm512_max_ps(a, b); }
 inline F16 min(F16 a, F16 b) { return _mm512_min_ps(a, b); }
 inline F16 abs(F16 a) { return _mm512_abs_ps(a); }
 inline float sum(F16 v) { return _mm512_reduce_add_ps(v); }
 inline float largest(F16 v) { return _mm512_reduce_max_ps(v); }
+// The largest, or the sum, of each of four vectors, again and again in the lanes of the result: a fold at each step joins two.
+template <class Fold>
+inline __m512 fold_four(__m512 a, __m512 b, __m512 c, __m512 d, Fold fold) {
+  const __m512d ab = _mm512_castps_pd(fold(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+  const __m512d cd = _mm512_castps_pd(fold(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
+  const __m512 all = fold(_mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
+  const __m512 half = fold(all, _mm512_shuffle_f32x4(all, all, 0x4e));
+  return fold(half, _mm512_shuffle_f32x4(half, half, 0xb1));
+}
+inline F16 largest_of_four(const F16 (&v)[4]) {
+  return fold_four(v[0], v[1], v[2], v[3], [](__m512 x, __m512 y) { return _mm512_max_ps(x, y); });
+}
+inline I16 sums_of_four(const I16 (&v)[4]) {
+  const auto fold = [](__m512 x, __m512 y) {
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), _mm512_castps_si512(y)));
+  };
+  const auto as = [](I16 x) { return _mm512_castsi512_ps(x); };
+  return _mm512_castps_si512(fold_four(as(v[0]), as(v[1]), as(v[2]), as(v[3]), fold));
+}
+template <int K>
+inline F16 splat_of_four(F16 v) { return _mm512_permute_ps(v, K * 0x55); }
+inline void store_four(float* p, F16 v) { _mm_storeu_ps(p, _mm512_castps512_ps128(v)); }
+inline void store_four(int32_t* p, I16 v) { _mm_storeu_si128((__m128i*)p, _mm512_castsi512_si128(v)); }
+// 1 / v, relative error 2^-22. For 1e-30 <= v.
+inline F16 reciprocal(F16 v) {
+  const F16 guess = _mm512_rcp14_ps(v);
+  return _mm512_mul_ps(guess, _mm512_fnmadd_ps(v, guess, _mm512_set1_ps(2)));
+}
 inline F16 load_half(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 inline F16 to_float(I16 v) { return _mm512_cvtepi32_ps(v); }
 inline I16 round_int(F16 v) { return _mm512_cvtps_epi32(v); }
 inline F16 round_float(F16 v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline F16 times_power_of_two(F16 v, F16 whole) { return _mm512_scalef_ps(v, whole); }
-// v * 2^whole for whole <= 0
-inline F16 times_small_power(F16 v, F16 whole) { return _mm512_scalef_ps(v, whole); }
-inline int32_t sum_int(I16 v) { return _mm512_reduce_add_epi32(v); }
+// x <= 0 as whole + fraction, |fraction| <= 1/2; `times_power` multiplies with 2^whole.
+struct Split { F16 fraction, whole; };
+inline Split split(F16 x) {
+  const F16 fraction = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return {fraction, _mm512_sub_ps(x, fraction)};
+}
+inline F16 times_power(F16 v, Split s) { return _mm512_scalef_ps(v, s.whole); }
 inline I16 add_int(I16 a, I16 b) { return _mm512_add_epi32(a, b); }
 inline I16 splat_int(int32_t v) { return _mm512_set1_epi32(v); }
 inline I16 count_up(int32_t first) {
@@ -46,6 +77,15 @@ inline F16 keep_between(F16 v, I16 index, int32_t low, int32_t high, F16 other) 
   return _mm512_mask_blend_ps(keep, other, v);
 }
 inline void store_bytes(void* p, I16 v) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(v)); }
+// Byte `at` of each word becomes the low byte of v's.
+inline I16 with_byte(I16 words, I16 v, int at) {
+  const __m128i bits = _mm_cvtsi32_si128(8 * at);
+  const I16 mask = _mm512_sll_epi32(_mm512_set1_epi32(255), bits);
+  return _mm512_ternarylogic_epi32(mask, _mm512_sll_epi32(v, bits), words, 0xca);  // mask ? v : words
+}
+inline I16 load_int(const void* p) { return _mm512_loadu_si512(p); }
+inline I16 load_bytes(const int8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+inline void store_int(void* p, I16 v) { _mm512_storeu_si512(p, v); }
 
 inline Line load_line(const uint8_t* p) { return _mm512_loadu_si512(p); }
 inline void store_line(uint8_t* p, Line v) { _mm512_storeu_si512(p, v); }
@@ -76,6 +116,7 @@ struct DotBytes : DotNibbles {  // line: value + 128
 // queries or weights are multiplied as, an Operand a line made ready for several of them.
 struct DotKeys {
   static constexpr int kBias = 128;
+  static F16 size(F16 q) { return abs(q); }  // at most 127 when quantised
   using Operand = Line;
   using Word = int32_t;
   static Word word(const int8_t* q) { return load_word(q); }

@@ -28,7 +28,6 @@ inline F16 splat(float x) { return lanes<F16>([&](int) { return x; }); }
 inline F16 add(F16 x, F16 y) { return lanes<F16>([&](int i) { return x.v[i] + y.v[i]; }); }
 inline F16 sub(F16 x, F16 y) { return lanes<F16>([&](int i) { return x.v[i] - y.v[i]; }); }
 inline F16 mul(F16 x, F16 y) { return lanes<F16>([&](int i) { return x.v[i] * y.v[i]; }); }
-inline F16 div(F16 x, F16 y) { return lanes<F16>([&](int i) { return x.v[i] / y.v[i]; }); }
 inline F16 fma(F16 x, F16 y, F16 z) { return lanes<F16>([&](int i) { return x.v[i] * y.v[i] + z.v[i]; }); }
 inline F16 max(F16 x, F16 y) { return lanes<F16>([&](int i) { return x.v[i] > y.v[i] ? x.v[i] : y.v[i]; }); }
 inline F16 min(F16 x, F16 y) { return lanes<F16>([&](int i) { return x.v[i] < y.v[i] ? x.v[i] : y.v[i]; }); }
@@ -43,6 +42,16 @@ inline float largest(F16 x) {
   for (float value : x.v) best = value > best ? value : best;
   return best;
 }
+// The largest, or the sum, of each of four vectors, again and again in the lanes of the result.
+inline F16 largest_of_four(const F16 (&v)[4]) {
+  const float four[4] = {largest(v[0]), largest(v[1]), largest(v[2]), largest(v[3])};
+  return lanes<F16>([&](int i) { return four[i % 4]; });
+}
+template <int K>
+inline F16 splat_of_four(F16 x) { return splat(x.v[K]); }
+inline void store_four(float* p, F16 x) { memcpy(p, x.v, 16); }
+inline void store_four(int32_t* p, I16 x) { memcpy(p, x.v, 16); }
+inline F16 reciprocal(F16 x) { return lanes<F16>([&](int i) { return 1 / x.v[i]; }); }
 inline float half_to_float(uint16_t half) {
   uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
   uint32_t bits = (rest << 13) + (112u << 23);           // exponent bias 15 -> 127
@@ -84,12 +93,22 @@ inline F16 times_power_of_two(F16 x, F16 whole) {
     return value;
   });
 }
-// v * 2^whole for whole <= 0. Masked lanes may hold anything, which has no conversion to a whole number in C++.
-inline F16 times_small_power(F16 v, F16 whole) { return times_power_of_two(v, min(max(whole, splat(-126)), splat(0))); }
+// x <= 0 as whole + fraction, |fraction| <= 1/2; `times_power` multiplies with 2^whole. Masked lanes may hold anything, which
+// has no conversion to a whole number in C++.
+struct Split { F16 fraction, whole; };
+inline Split split(F16 x) {
+  const F16 within = min(max(x, splat(-126)), splat(0)), whole = round_float(within);
+  return {sub(within, whole), whole};
+}
+inline F16 times_power(F16 v, Split s) { return times_power_of_two(v, s.whole); }
 inline int32_t sum_int(I16 x) {
   int32_t total = 0;
   for (int32_t value : x.v) total += value;
   return total;
+}
+inline I16 sums_of_four(const I16 (&v)[4]) {
+  const int32_t four[4] = {sum_int(v[0]), sum_int(v[1]), sum_int(v[2]), sum_int(v[3])};
+  return lanes<I16>([&](int i) { return four[i % 4]; });
 }
 inline I16 add_int(I16 x, I16 y) { return lanes<I16>([&](int i) { return x.v[i] + y.v[i]; }); }
 inline I16 splat_int(int32_t x) { return lanes<I16>([&](int) { return x; }); }
@@ -100,6 +119,20 @@ inline F16 keep_between(F16 x, I16 index, int32_t low, int32_t high, F16 other) 
 inline void store_bytes(void* p, I16 x) {
   for (int i = 0; i < 16; i++) ((uint8_t*)p)[i] = (uint8_t)x.v[i];
 }
+// Byte `at` of each word becomes the low byte of v's.
+inline I16 with_byte(I16 words, I16 v, int at) {
+  return lanes<I16>([&](int i) {
+    const uint32_t mask = 255u << 8 * at;
+    return (int32_t)(((uint32_t)words.v[i] & ~mask) | ((uint32_t)v.v[i] << 8 * at & mask));
+  });
+}
+inline I16 load_int(const void* p) {
+  I16 x;
+  memcpy(x.v, p, sizeof x.v);
+  return x;
+}
+inline I16 load_bytes(const int8_t* p) { return lanes<I16>([&](int i) { return (int32_t)p[i]; }); }
+inline void store_int(void* p, I16 x) { memcpy(p, x.v, sizeof x.v); }
 
 inline Line load_line(const uint8_t* p) {
   Line line;
@@ -144,6 +177,7 @@ using DotBytes = DotPlain<uint8_t, int8_t, 128>;
 struct DotKeys : DotPlain<uint8_t, int8_t, 128> {
   using Operand = Line;
   using Word = int32_t;
+  static F16 size(F16 q) { return abs(q); }  // at most 127 when quantised
   static Word word(const int8_t* q) { return load_word(q); }
   static Operand prepare(Line line) { return line; }
 };

@@ -26,14 +26,13 @@ struct Sums {
 // 2^x for x <= 0, relative error 3e-6 (weights are rounded to bytes), exact at 0. The polynomial is the minimax fit of
 // 2^f, |f| <= 1/2, with a constant of 1.
 inline F16 exp2_weight(F16 x) {
-  const F16 shift = splat(12582912.f);  // 1.5 * 2^23: sums with it have no fraction bits
-  const F16 whole = sub(add(x, shift), shift), f = sub(x, whole);
+  const Split s = split(x);
   F16 p = splat(9.58285294e-3f);
-  p = fma(p, f, splat(5.59064262e-2f));
-  p = fma(p, f, splat(2.40240991e-1f));
-  p = fma(p, f, splat(6.93124175e-1f));
-  p = fma(p, f, splat(1.f));
-  return times_small_power(p, whole);
+  p = fma(p, s.fraction, splat(5.59064262e-2f));
+  p = fma(p, s.fraction, splat(2.40240991e-1f));
+  p = fma(p, s.fraction, splat(6.93124175e-1f));
+  p = fma(p, s.fraction, splat(1.f));
+  return times_power(p, s);
 }
 
 // Brings the maxima of 16 rows from `peaks` to those that also hold for `more`. Returns the factors of sums that were
@@ -44,8 +43,8 @@ struct Factors {
 inline Factors raise(float* peaks, const float* more) {
   Factors factors;
   const F16 before = load(peaks), after = max(before, load(more));
-  store(factors.before, exp2_weight(sub(before, after)));
-  store(factors.more, exp2_weight(sub(load(more), after)));
+  store(factors.before, exp2_below(sub(before, after)));
+  store(factors.more, exp2_below(sub(load(more), after)));
   store(peaks, after);
   return factors;
 }
@@ -107,8 +106,12 @@ struct Seen {
 struct Rows {
   const AttendJob& job;
   const int group, count;
-  explicit Rows(const AttendJob& j) : job(j), group(j.model->heads / j.model->kv_heads), count(j.count * group) {}
-  int position(int r) const { return job.position + r / group; }
+  int positions[kAttendRows];
+  explicit Rows(const AttendJob& j) : job(j), group(j.model->heads / j.model->kv_heads), count(j.count * group) {
+    for (int token = 0, r = 0; token < j.count; token++)
+      for (int head = 0; head < group; head++) positions[r++] = job.position + token;
+  }
+  int position(int r) const { return positions[r]; }
   int oldest(int r) const { return job.window && position(r) >= job.window ? position(r) - job.window + 1 : 0; }
   Seen seen(const Span& span, int r) const { return {oldest(r) - span.first, position(r) - span.first + 1}; }
 };
@@ -122,11 +125,11 @@ struct Scores {
 };
 
 template <bool Masked>
-inline float peak_of(const Span& span, const float* score, Seen seen) {
+inline F16 peaks_of(const Span& span, const float* score, Seen seen) {
   F16 top = splat(kMasked);
   for (int i = span.begin * kBlockTokens; i < span.end * kBlockTokens; i += 16)
     top = max(top, Masked ? seen(load(score + i), i, kMasked) : load(score + i));
-  return largest(top);
+  return top;
 }
 
 }  // namespace
