@@ -119,14 +119,14 @@ def versions(cluster: Cluster, namespace: str) -> dict[str, str]:
 
 
 def settle(cluster: Cluster, namespace: str) -> None:
-    """Waits until nothing in the namespace was written for ten seconds."""
+    """Waits until nothing in the namespace was written for 15 s: a bottleneck is told once it lasted 10 s."""
     last, since = versions(cluster, namespace), time.monotonic()
 
     def quiet() -> bool:
         nonlocal last, since
         if (now := versions(cluster, namespace)) != last:
             last, since = now, time.monotonic()
-        return time.monotonic() - since > 10
+        return time.monotonic() - since > 15
 
     wait_for(quiet, 90, "a settled namespace", every=1)
 

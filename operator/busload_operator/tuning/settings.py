@@ -33,8 +33,8 @@ PREPARE_SECONDS = 30.0
 """Between two such changes."""
 SURE = 0.05
 """Standard error of a predicted step time that is worth a word."""
-KV_STEP = 20
-"""Percentage points per change."""
+KV_STEP, KV_STEP_TRIED = 20, 40
+"""Percentage points per change: of all pods at once, and where one pod tries it first and so risks no other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,10 @@ class Situation:
     @property
     def usable_law(self) -> Law | None:
         return self.law if self.law is not None and self.law.usable else None
+
+    @property
+    def kv_step(self) -> int:
+        return KV_STEP_TRIED if self.ready > 1 else KV_STEP
 
     @property
     def wait_text(self) -> str:
@@ -154,7 +158,7 @@ def raise_kv_cache(s: Situation) -> Candidate | str:
     now, allowed = s.inputs.limits.kv_cache_percent, s.inputs.bounds.kv_cache_percent.max
     if s.diagnosis.bottleneck != Bottleneck.KV_BOUND:
         return "the KV cache is not what requests wait for"
-    after = min(allowed, now + KV_STEP)
+    after = min(allowed, now + s.kv_step)
     if refused := s.refused(Knob.KV_CACHE_PERCENT):
         after = min(after, min(refused) - 1)
     if after <= now:
@@ -187,7 +191,7 @@ def prepare(s: Situation) -> Candidate | None:
     within = batch_within(law, s.work, ITL_MARGIN * s.inputs.objectives.inter_token_latency)
     held = s.seen.kv_per_request
     fits = KV_MARGIN * s.seen.kv_tokens / held if held > 0 else math.inf
-    percent = min([most, limits.kv_cache_percent + KV_STEP, *(r - 1 for r in s.refused(Knob.KV_CACHE_PERCENT))])
+    percent = min([most, limits.kv_cache_percent + s.kv_step, *(r - 1 for r in s.refused(Knob.KV_CACHE_PERCENT))])
     if s.seen.kv_used >= NEARLY_KV and fits < within and percent > limits.kv_cache_percent:
         text = f"the KV cache is {words.percent(s.seen.kv_used)} full, and the objective allows a larger batch"
         lifted = replace(limits, kv_cache_percent=percent)

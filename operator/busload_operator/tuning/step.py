@@ -384,7 +384,9 @@ def _change(
     if s.inputs.mode is Mode.RECOMMEND:
         return _recommend(state, decision, target)
     before = _before(s)
-    trial = choose(_before_windows(s), _speaking(s)) if found.knob in SLOW_KNOBS else None
+    trial = None
+    if found.knob in SLOW_KNOBS:
+        trial = choose(found.reason, state.windows, _before_windows(s), _speaking(s))
     if trial is not None:
         decision = replace(decision, message=f"{decision.message} {trial.pod} alone tries it first.")
     tokens = before.tokens_per_second / before.pods * s.ready if before is not None else None

@@ -12,7 +12,7 @@ from statistics import fmean, stdev
 from busload_operator.tuning import words
 from busload_operator.tuning.observe import Picture
 from busload_operator.tuning.state import Pending, TrialPod
-from busload_operator.tuning.types import Decision, Inputs, Knob, Trial
+from busload_operator.tuning.types import Decision, Inputs, Knob, Reason, Trial
 from busload_operator.tuning.window import PodWindow, view
 
 SLOW_KNOBS = frozenset({Knob.KV_CACHE_PERCENT, Knob.MAX_SEQUENCE_LENGTH})
@@ -45,16 +45,20 @@ class Verdict:
     """False: nothing was learned about the value."""
 
 
-def choose(windows: Sequence[PodWindow], ready: Sequence[str]) -> TrialPod | None:
-    """The pod with most work, and how all did before; None when there is no other to compare it with.
+def choose(
+    reason: Reason, lately: Sequence[PodWindow], before: Sequence[PodWindow], ready: Sequence[str]
+) -> TrialPod | None:
+    """The pod with most work lately, and how all did before; None when there is no other to compare it with.
 
-    `windows` are those of the load before the change; empty where there was none to compare.
+    `before` are the windows of the load before the change. What is made ready before anybody waits for it brings no
+    throughput yet, so it is not compared by that.
     """
     if len(ready) < 2:
         return None
-    load = {pod: sum(w.batch_seconds + w.queue_seconds for w in windows if w.pod == pod) for pod in ready}
+    load = {pod: sum(w.batch_seconds + w.queue_seconds for w in lately if w.pod == pod) for pod in ready}
     pod = max(sorted(ready), key=lambda name: load[name])
-    return TrialPod(pod, tuple(windows))
+    ahead = reason in (Reason.NEARLY_FULL, Reason.REQUESTS_TOO_LONG)
+    return TrialPod(pod, () if ahead else tuple(before))
 
 
 def settle_seconds(decision: Decision, inter_token: float | None) -> float:
