@@ -27,13 +27,17 @@ demo-down: ## Removes all that `make demo` brought up
 setup: ## Virtual environment with everything the tests need
 	@$(PYTHON) -m e2e.setup test
 
-.PHONY: test test-unit test-contract soak soak-short e2e lint
-test: lint test-unit soak-short e2e ## Everything: lint, types, unit tests, a minute of soak, end-to-end tests
+.PHONY: test test-unit test-contract test-kernels kernel-gate soak soak-short e2e lint
+test: lint kernel-gate test-unit soak-short e2e ## Everything: lint, types, unit tests, a minute of soak, end-to-end tests
 test-unit: setup ## Unit and property tests (no cluster)
 	$(PY) -m pytest tests
 test-contract: setup ## What a client may rely on, against live servers; public suites (7 minutes)
 	$(PY) -m pytest tests/contract
 	$(PY) -m e2e.contract
+test-kernels: kernel-gate ## GPU kernels without a GPU: compiled for sm_80, sm_90, sm_100, and interpreted
+	$(PY) -m pytest tests/kernels/gpu
+kernel-gate: setup
+	$(PY) -m busload_kernels.gpu.gate
 e2e: setup ## End-to-end tests on the embedded cluster (root, Go)
 	$(PY) -m pytest e2e
 soak soak-short: setup

