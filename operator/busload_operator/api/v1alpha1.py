@@ -228,6 +228,15 @@ class Bounds(Model):
     replicas: ReplicaBounds = Field(default_factory=ReplicaBounds)
 
 
+class ApiKeys(Model):
+    """Who may send requests. Without it everybody who reaches the service may."""
+
+    secret_name: Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")]
+    """Name of a Secret in the service's namespace. Its entry keys has a line NAME:SHA256 or NAME:SHA256:WEIGHT for each
+    key, with the SHA-256 of the key in hex. A change counts within about a minute; replicas wait until the Secret
+    exists."""
+
+
 class Tuning(Model):
     """Whether the operator changes the service's limits."""
 
@@ -327,6 +336,7 @@ class Spec(Model):
     replicas: Annotated[Integer, Field(ge=1, le=1000)] = 1
     """Replicas to run; read only in scaling mode External, where the scale subresource writes it."""
     resources: Resources = Field(default_factory=Resources)
+    api_keys: ApiKeys | None = None
 
 
 class ObjectMeta(Model):

@@ -25,6 +25,8 @@ EXIT_SECONDS = 10
 """Time to exit after the drain, before the kubelet kills."""
 LIMITS_DIRECTORY = "/etc/busload"
 MODEL_DIRECTORY = "/models"
+API_KEYS_DIRECTORY = "/etc/busload-api-keys"
+API_KEYS_ENTRY = "keys"
 
 
 def deployment(service: InferenceService, settings: RuntimeSettings, replicas: int) -> dict[str, Any]:
@@ -117,6 +119,7 @@ def _container(service: InferenceService, settings: RuntimeSettings) -> dict[str
 
 
 def _arguments(service: InferenceService) -> list[str]:
+    keys = [f"--api-keys-file={API_KEYS_DIRECTORY}/{API_KEYS_ENTRY}"] if service.spec.api_keys else []
     return [
         f"--model={_model(service)}",
         f"--served-model-name={service.spec.model.served_name or service.metadata.name}",
@@ -125,6 +128,7 @@ def _arguments(service: InferenceService) -> list[str]:
         f"--memory={parse_bytes(service.spec.resources.limits.memory)}",
         f"--limits-file={LIMITS_DIRECTORY}/{LIMITS_KEY}",
         f"--drain-seconds={DRAIN_SECONDS}",
+        *keys,
     ]
 
 
@@ -172,6 +176,9 @@ def _volumes(service: InferenceService) -> list[dict[str, Any]]:
         volumes.append(
             {"name": "model", "persistentVolumeClaim": {"claimName": claim.claim_name, "readOnly": True}},
         )
+    if keys := service.spec.api_keys:
+        # Readable to the runtime by its group, fsGroup, and to nobody else.
+        volumes.append({"name": "api-keys", "secret": {"secretName": keys.secret_name, "defaultMode": 0o440}})
     return volumes
 
 
@@ -183,4 +190,6 @@ def _volume_mounts(service: InferenceService) -> list[dict[str, Any]]:
     ]
     if service.spec.model.source.persistent_volume_claim:
         mounts.append({"name": "model", "mountPath": MODEL_DIRECTORY, "readOnly": True})
+    if service.spec.api_keys:
+        mounts.append({"name": "api-keys", "mountPath": API_KEYS_DIRECTORY, "readOnly": True})
     return mounts

@@ -21,6 +21,7 @@ SPECS = {
         "model": {"source": CLAIM, "servedName": "team/chat"},
         "bounds": {"batchSize": {"initial": 4, "max": 32}, "maxSequenceLength": {"max": 32768}},
         "resources": {"requests": {"cpu": "3500m", "memory": "6Gi"}, "limits": {"cpu": "8", "memory": "7.5Gi"}},
+        "apiKeys": {"secretName": "chat-api-keys"},
     },
 }
 
