@@ -224,6 +224,25 @@ def test_sigterm_waits_for_no_request_that_never_comes(tmp_path: Path, tiny: Pat
     assert "Traceback" not in server.log
 
 
+def test_sigterm_waits_no_longer_than_it_may_for_a_client_that_reads_nothing(tmp_path: Path, tiny: Path) -> None:
+    flags = ("--max-sequence-length=65536", "--drain-seconds=1")
+    with running(tmp_path, f"--model={tiny}", *flags) as server:
+        url = httpx.URL(server.url)
+        body = b'{"prompt": "hello", "max_tokens": 60000, "ignore_eos": true, "stream": true, "n": 16}'
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            client.connect((url.host, url.port))
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+            )
+            # The kernel takes some megabytes, about 230 bytes for each token, before it takes no more.
+            eventually(lambda: server.level("busload_generated_tokens_total") > 40_000, seconds=60)
+            server.process.send_signal(signal.SIGTERM)
+            assert server.wait(30) == 0
+        assert "drain time is over" in server.log
+        assert "Traceback" not in server.log
+
+
 def test_a_log_that_nobody_reads_holds_nothing_up(tmp_path: Path, tiny: Path) -> None:
     """Its pipe is full after some hundred lines; then lines are dropped, and said to be, once somebody reads."""
     port = free_port()

@@ -92,6 +92,11 @@ class HttpConnection(HttpToolsProtocol):
             self._unread.cancel()
             self._unread = None
 
+    def drop(self) -> None:
+        """Gives up an answer that its client does not read."""
+        if self._running is not None and not self._running.response_complete:
+            self.transport.abort()
+
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         super()._start_asgi_task(cycle, app)

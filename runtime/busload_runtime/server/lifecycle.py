@@ -146,6 +146,7 @@ class _Serve:
                 return EXIT_ENGINE
             return await self._drain(service)
         finally:
+            server.drop_unread()
             server.should_exit = True
             await serving
             await client.close()
@@ -281,6 +282,12 @@ class _Serve:
 
 class _Server(uvicorn.Server):
     """uvicorn without its signal handling: draining is ours."""
+
+    def drop_unread(self) -> None:
+        """Ends answers that are still open after all the time they had: their clients read nothing."""
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, HttpConnection):
+                connection.drop()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
