@@ -124,9 +124,11 @@ def _green(server: LiveServer) -> bool:
 
 def test_a_step_that_fails_ends_the_process(tmp_path: Path) -> None:
     """The fault is in the weights behind one token: nothing it computes afterwards could be trusted."""
-    model = write_tiny_model(tmp_path / "broken.gguf", broken_token=byte_token(ord("%")))
+    broken = byte_token(ord("%"))
+    model = write_tiny_model(tmp_path / "broken.gguf", broken_token=broken)
     with running(tmp_path, f"--model={model}", "--max-sequence-length=65536") as server:
-        body = {"prompt": "hello", "max_tokens": 60_000, "ignore_eos": True, "stream": True}
+        body: dict[str, Any] = {"prompt": "hello", "max_tokens": 60_000, "ignore_eos": True, "stream": True}
+        body |= {"logit_bias": {str(broken): -100}}  # it is the other request that brings the token
         with server.http.stream("POST", "/v1/completions", json=body) as response:
             stream = events(response)
             next(stream)
