@@ -60,13 +60,13 @@ class Grammars:
             self._waiting[text].append(request)
         else:
             self._waiting[text] = [request]
-            future = self._compiler.submit(self._compile, text)
+            future = self._compiler.submit(self._compile_beside, text)
             future.add_done_callback(lambda done: self._finished(text, done))
         return False
 
     def compiled(self) -> Iterable[tuple[Request, str | None]]:
         """Requests whose grammar was compiled since the last call, each with what is wrong with it, if anything."""
-        while True:
+        while self._waiting:
             try:
                 text, done = self._done.get_nowait()
             except Empty:
@@ -142,6 +142,15 @@ class Grammars:
                 return None
             return Output(request_id, None, "error", error=wrong_grammar(str(error)), error_code=GRAMMAR_ERROR)
         return None
+
+    def _compile_beside(self, text: str) -> Matcher:
+        """Called by the compiling thread."""
+        try:
+            return self._compile(text)
+        except GrammarError:
+            raise
+        except BaseException as error:  # a panic of the library is no Exception
+            raise GrammarError(f"the library failed on it: {type(error).__name__}: {error}") from None
 
     def _finished(self, text: str, done: "Future[Matcher]") -> None:
         """Called by the compiling thread."""

@@ -3,6 +3,8 @@
 Everything that reads the machine is in the first half; `MemoryPlan` is arithmetic.
 """
 
+import contextlib
+import ctypes
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,6 +62,12 @@ def measure_overhead(before_load: int, weight_bytes: int) -> int:
     """
     engine = max(before_load, private_bytes() - weight_bytes)
     return engine + private_bytes(os.getppid()) + GROWTH_RESERVE
+
+
+def return_freed_memory() -> None:
+    """Gives the machine back what the allocator keeps for later: as much as is in use, after tables were built."""
+    with contextlib.suppress(AttributeError):  # glibc's; others need none
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def room_for_weights(budget: Budget) -> int:

@@ -30,6 +30,7 @@ from busload_runtime.engine.memory import (
     find_budget,
     measure_overhead,
     private_bytes,
+    return_freed_memory,
     room_for_weights,
 )
 from busload_runtime.engine.messages import (
@@ -150,6 +151,7 @@ def start(
         loading = None if load_vocabulary is None else beside.submit(load_vocabulary, source)
         executor = load(executor_name, source)
         grammars = None if loading is None else Grammars(loading.result().compile, wake)
+    return_freed_memory()
     plan = MemoryPlan(
         budget=budget,
         weights=executor.weight_bytes,

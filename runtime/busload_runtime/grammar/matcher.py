@@ -15,6 +15,9 @@ LIMITS = LLParserLimits(
 )
 
 _MAX_ERROR = 300
+# Tokens that are sure to be allowed inside a text are found together: these patterns are two of the library's four for
+# JSON. All four take 100 MB for 262,144 tokens, these 65 MB; without any, a token of a text takes 9 ms instead of 1.
+_SLICES = [r'[^"\\\x00-\x1F\x7F]{1,10}', r'[^"\\\x00-\x1F\x7F]+']
 
 
 class GrammarError(ValueError):
@@ -27,9 +30,9 @@ class Vocabulary:
     def __init__(self, tokens: Sequence[bytes], eos_ids: Collection[int]) -> None:
         """`tokens`: what each token adds to a text, nothing for control tokens; any of `eos_ids` ends a text."""
         self.size = len(tokens)
-        self._tokenizer = LLTokenizer(
-            _Tokens(tokens, min(eos_ids)), eos_token=sorted(eos_ids), slices=LLTokenizer.json_slices()
-        )
+        written = _Tokens(tokens, min(eos_ids))
+        self._tokenizer = LLTokenizer(written, eos_token=sorted(eos_ids), slices=_SLICES)
+        written.forget()
 
     def compile(self, text: str) -> "Matcher":
         """Raises `GrammarError`. Works without the GIL."""
@@ -79,6 +82,11 @@ class _Tokens(TokenizerWrapper):
         self.eos_token_id = eos_id
         self.special_token_ids = [token for token, text in enumerate(tokens) if not text]
         self.tokens = [text or b"<%d>" % token for token, text in enumerate(tokens)]
+
+    def forget(self) -> None:
+        """The library keeps this object for ever, and has made its own of what it says."""
+        self.tokens = []
+        self.special_token_ids = []
 
     def __call__(self, s: str) -> list[int]:
         raise NotImplementedError("grammars are written with no_forcing, so that nothing has to be tokenised")

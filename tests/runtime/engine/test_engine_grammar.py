@@ -145,6 +145,8 @@ def test_the_end_of_text_ends_an_answer_that_could_go_on_even_if_the_request_wou
 
 def test_wrong_grammars_are_refused_and_one_that_grows_too_big_ends_with_an_error() -> None:
     def compile_grammar(text: str) -> Matcher:
+        if text == "panics":
+            raise BaseException("as the library's panics are")
         matcher = BYTES.compile(text.removeprefix("fails"))
         if text.startswith("fails"):
             matcher.fork = lambda: Failing()  # type: ignore[method-assign]
@@ -164,7 +166,8 @@ def test_wrong_grammars_are_refused_and_one_that_grows_too_big_ends_with_an_erro
     engine, _ = build(Grammars(compile_grammar))
     engine.submit(submit(1, "start: ("))
     engine.submit(submit(2, "fails" + LIST))
-    outputs = run_all(engine, 2)
+    engine.submit(submit(3, "panics"))
+    outputs = run_all(engine, 3)
     errors = {out.request_id: out for out in outputs if out.finish_reason}
     assert {out.error_code for out in errors.values()} == {GRAMMAR_ERROR}
     assert "too many items" in str(errors[2].error)
