@@ -53,10 +53,12 @@ def pieces(server: LiveServer, path: str, **fields: Any) -> tuple[list[str], str
     return texts, choices[-1]["finish_reason"]
 
 
-def cut(text: str, stop: list[str]) -> tuple[str, str]:
-    """Oracle: what is in front of the stop string that is complete first, and the finish reason."""
-    ends = [(text.find(word) + len(word), text.find(word)) for word in stop if word in text]
-    return (text[: min(ends)[1]], "stop") if ends else (text, "length")
+def cut(text: str, stop: list[str], min_tokens: int) -> tuple[str, str]:
+    """Oracle: what is in front of the stop string that is complete first, behind the first tokens, and the reason."""
+    first = said(min_tokens)
+    rest = text.removeprefix(first)
+    ends = [(rest.find(word) + len(word), rest.find(word)) for word in stop if word in rest]
+    return (first + rest[: min(ends)[1]], "stop") if ends else (text, "length")
 
 
 def said(max_tokens: int) -> str:
@@ -79,14 +81,25 @@ stops = st.lists(words | st.builds(lambda word: word + "x", words), min_size=1, 
 
 
 @EXAMPLES
-@given(path=st.sampled_from(PATHS), stop=stops, max_tokens=st.integers(1, 2 * BYTES))
+@given(
+    path=st.sampled_from(PATHS),
+    stop=stops,
+    max_tokens=st.integers(1, 2 * BYTES),
+    min_tokens=st.just(0) | st.integers(0, BYTES),
+    scored=st.booleans(),
+)
 def test_stop_strings_over_many_tokens_neither_leak_nor_take(
-    reciter: LiveServer, path: str, stop: list[str], max_tokens: int
+    reciter: LiveServer, path: str, stop: list[str], max_tokens: int, min_tokens: int, scored: bool
 ) -> None:
-    """Those that never complete (they end in an x) take nothing away at the end of the text."""
-    fields = body(path, "!", stop=stop, max_tokens=max_tokens)
+    """Those that never complete (they end in an x) take nothing away at the end of the text. The same with
+    log-probabilities, and behind `min_tokens`, whose text no stop string is looked for in."""
+    fields = body(path, "!", stop=stop, max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens))
+    if scored:
+        fields["logprobs"] = 1 if path == PATHS[0] else True
     texts, reason = pieces(reciter, path, **fields)
-    assert ("".join(texts), reason) == whole(reciter, path, **fields) == cut(said(max_tokens), stop)
+    assert (
+        ("".join(texts), reason) == whole(reciter, path, **fields) == cut(said(max_tokens), stop, fields["min_tokens"])
+    )
 
 
 @pytest.mark.parametrize("path", PATHS)
