@@ -264,3 +264,23 @@ def test_move_keeps_its_references(hermes: LiveServer) -> None:
     body = {"tools": [MOVE], "tool_choice": {"type": "function", "function": {"name": "move"}}, "n": 4}
     for choice in chat(hermes, **body).json()["choices"]:
         check_calls(choice["message"]["tool_calls"])
+
+
+def test_tokenize_renders_tools_as_a_chat_does(hermes: LiveServer) -> None:
+    counts = []
+    for more in ({}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "none"}):
+        found = hermes.http.post("/tokenize", json={"messages": ASK, **more}).json()
+        answer = chat(hermes, **more, max_tokens=1).json()
+        assert found["count"] == answer["usage"]["prompt_tokens"]
+        counts.append(found["count"])
+    assert counts[0] == counts[2] < counts[1]
+
+
+def test_logprobs_of_a_forced_call_are_those_of_all_its_tokens(speaker: LiveServer) -> None:
+    answer = chat(speaker, tools=TOOLS, tool_choice="required", logprobs=True, top_logprobs=1, seed=3).json()
+    (choice,) = answer["choices"]
+    written = "".join(token["token"] for token in choice["logprobs"]["content"])
+    assert choice["message"]["tool_calls"]
+    for call in choice["message"]["tool_calls"]:
+        assert call["function"]["name"] in written
+    assert bytes(byte for token in choice["logprobs"]["content"] for byte in token["bytes"]).decode() == written

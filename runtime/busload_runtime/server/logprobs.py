@@ -80,7 +80,7 @@ class ScoredText:
         return "".join(token.text for token in taken), taken
 
     def _scored(self, token: int, piece: str, logprobs: Logprobs) -> ScoredToken:
-        data = self._tokenizer.token_bytes(token)
+        data = self._text.token_bytes(token)
         top = tuple(
             ScoredToken(piece, data, logprob) if other == token else self._other(other, logprob)
             for other, logprob in logprobs.top

@@ -234,6 +234,8 @@ class TokenizeRequest(msgspec.Struct, frozen=True):
     """Of a prompt: whether BOS is put in front where the model wants it. A chat has what its template writes."""
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True):

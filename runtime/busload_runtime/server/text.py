@@ -13,7 +13,7 @@ class TextStream:
     """
 
     def __init__(self, token_bytes: Callable[[int], bytes], stop: Sequence[str] = (), min_tokens: int = 0) -> None:
-        self._token_bytes = token_bytes
+        self.token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._mid_character = False
         self._stop = tuple(stop)
@@ -28,7 +28,7 @@ class TextStream:
 
     def decode(self, token: int) -> str:
         """The characters that the token completes."""
-        data = self._token_bytes(token)
+        data = self.token_bytes(token)
         if not self._mid_character and data.isascii():
             return data.decode(
                 "ascii"

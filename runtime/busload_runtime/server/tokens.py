@@ -14,6 +14,7 @@ from busload_runtime.server.errors import ApiError, invalid
 from busload_runtime.server.protocol import DetokenizeRequest, TokenizeRequest, convert, decode_object
 from busload_runtime.server.service import Service
 from busload_runtime.server.tokenise import PromptEncoder
+from busload_runtime.server.tools import rendered_tools
 
 _AT_ONCE = 64
 """Calls that are worked on at a time: none of them takes a seat in the engine's queue."""
@@ -63,7 +64,8 @@ class TokenRoutes:
             raise invalid("give either prompt or messages", "prompt")
         if body.messages is not None:
             with_prompt = body.add_generation_prompt is not False
-            ids = await text.encode_chat(plain_messages(body.messages, text.model), limit, with_prompt)
+            messages, tools = plain_messages(body.messages, text.model), rendered_tools(body, text.model)
+            ids = await text.encode_chat(messages, limit, with_prompt, tools)
         else:
             ids = await text.encode_any(body.prompt or "", limit, bos=body.add_special_tokens is not False)
         names = await text.written(ids) if body.return_token_strs else None

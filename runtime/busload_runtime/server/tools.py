@@ -10,7 +10,7 @@ from busload_runtime.model.load import TextModel
 from busload_runtime.model.tool_format import ToolFormat
 from busload_runtime.server.constrain import CheckGrammar, checked, format_expression
 from busload_runtime.server.errors import ApiError, invalid
-from busload_runtime.server.protocol import ChatRequest, ChosenTool, Function, Message
+from busload_runtime.server.protocol import ChatRequest, ChosenTool, Function, Message, TokenizeRequest
 from busload_runtime.server.tool_calls import CallsOfTools, ToolCallParser
 
 _MAX_CALLS = 8
@@ -18,14 +18,14 @@ _MAX_CALLS = 8
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def usable_tools(body: ChatRequest) -> list[Function]:
+def usable_tools(body: ChatRequest | TokenizeRequest) -> list[Function]:
     """The tools that the answer may call."""
     if body.tool_choice == "none":
         return []
     return [tool.function for tool in body.tools or ()]
 
 
-def rendered_tools(body: ChatRequest, model: TextModel) -> list[dict[str, Any]] | None:
+def rendered_tools(body: ChatRequest | TokenizeRequest, model: TextModel) -> list[dict[str, Any]] | None:
     """Tools as the template takes them. Raises `ApiError` 400 when the model knows none, or no way of calling them that
     is known here."""
     if not usable_tools(body):
