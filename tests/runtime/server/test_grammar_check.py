@@ -1,11 +1,14 @@
 """The checker process and the HTTP process's end of it: hard limits, memory of verdicts, one at a time."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from schemas import FOLLOWED, HOSTILE
 
+from busload_runtime.grammar.limits import EXTRA_BYTES
 from busload_runtime.grammar.text import GrammarTextError, choice_expression, grammar, json_expression
 from busload_runtime.server.errors import ApiError
 from busload_runtime.server.grammar_check import GrammarChecker
@@ -62,6 +65,17 @@ async def test_a_client_that_leaves_does_not_give_its_verdict_to_the_next(checke
     assert alive(checker) is not None
     work.cancel()
     assert await checker.check(grammar(choice_expression(["a"]))) == ""
+
+
+async def test_the_process_can_take_little_memory_beyond_what_it_has(checker: GrammarChecker) -> None:
+    """No grammar is known that reaches this bound before another."""
+    assert await checker.check(grammar(choice_expression(["a"]))) == ""
+    told = Path(f"/proc/{alive(checker)}/limits").read_text()
+    limit = re.search(r"Max data size +(\d+)", told)
+    held = re.search(r"VmData:\s+(\d+)", Path(f"/proc/{alive(checker)}/status").read_text())
+    assert limit is not None
+    assert held is not None
+    assert int(held[1]) * 1024 < int(limit[1]) <= int(held[1]) * 1024 + EXTRA_BYTES
 
 
 async def test_too_many_at_once_are_told_to_come_again(checker: GrammarChecker) -> None:
