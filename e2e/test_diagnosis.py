@@ -9,7 +9,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-
 from e2e import services
 from e2e.access import Cluster, wait_for
 
