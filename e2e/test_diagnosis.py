@@ -7,6 +7,7 @@ then) and the load; the service and its pod stay the same.
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from e2e import services
@@ -51,7 +52,7 @@ def test_what_limits_a_service_is_named_with_its_numbers(operator: Cluster, name
     services.wait_ready(operator, namespace, NAME)
     for scene in SCENES:
         services.apply(operator, namespace, scene.manifest())
-        wait_for(lambda scene=scene: _applied(operator, namespace, scene), 60, f"the limits of {scene.bottleneck}")
+        wait_for(partial(_applied, operator, namespace, scene), 60, f"the limits of {scene.bottleneck}")
         with _load(operator, namespace, scene):
             found = wait_for(
                 lambda scene=scene: _diagnosed(operator, namespace, scene.bottleneck),
