@@ -54,11 +54,7 @@ def test_what_limits_a_service_is_named_with_its_numbers(operator: Cluster, name
         services.apply(operator, namespace, scene.manifest())
         wait_for(partial(_applied, operator, namespace, scene), 60, f"the limits of {scene.bottleneck}")
         with _load(operator, namespace, scene):
-            found = wait_for(
-                lambda scene=scene: _diagnosed(operator, namespace, scene.bottleneck),
-                90,
-                f"bottleneck {scene.bottleneck}",
-            )
+            found = wait_for(partial(_diagnosed, operator, namespace, scene.bottleneck), 90, scene.bottleneck)
         print(f"{scene.bottleneck}: {found['evidence']}")
         assert _numbers_are_right(scene, found["evidence"]), found
         assert len(_events(operator, namespace, scene.bottleneck)) == 1
