@@ -23,6 +23,8 @@ _UNIT_ROWS, _GROUP, _BLOCK_TOKENS = 32, 32, 32
 # Of a step's buffers: rows that each thread quantises for itself; bytes of a tile that is unpacked for a large batch,
 # and of how many groups of inputs two such tiles are kept.
 _OWN_ROWS, _WIDE_BYTES, _WIDE_GROUPS = 5, 8 * 64 + 2 * 16 * 4, 24
+# Rows that are taken through a matrix at once: so many inputs in all, and at least so many rows.
+_BLOCK_INPUTS, _LEAST_BLOCK = 3 << 17, 96
 # Sums of long contexts that are computed in segments: how many, and floats of each beside those of its rows.
 _PARTIALS, _PARTIAL_HEAD = 512, 48
 _ALIGNMENT = 64
@@ -160,6 +162,7 @@ def _cpu_step(config: ModelConfig) -> StepMemory:
         per_thread=per_thread + 12 * _ALIGNMENT,
         per_token=per_token,
         per_token_and_thread=2 * 4 * _UNIT_ROWS,
+        tokens_at_once=max(_BLOCK_INPUTS // config.hidden_size, _LEAST_BLOCK),
         per_request=per_request,
     )
 

@@ -15,7 +15,12 @@ BUNDLED: dict[str, ModelFacts] = {
         block_tokens=32,
         context_length=8192,
         step_memory=StepMemory(
-            fixed=598_152, per_thread=428_664, per_token=13_048, per_token_and_thread=256, per_request=199_704
+            fixed=598_152,
+            per_thread=428_664,
+            per_token=13_048,
+            per_token_and_thread=256,
+            tokens_at_once=682,
+            per_request=199_704,
         ),
         overhead_bytes=217_055_232,
     ),

@@ -19,14 +19,16 @@ class StepMemory:
     per_thread: int = 0
     per_token: int = 0
     per_token_and_thread: int = 0
+    tokens_at_once: int = 2**31
+    """Tokens that a thread computes before the next ones take the same place; `per_token_and_thread` is of those."""
     per_request: int = 0
     """One row of logits for each request that gets a token."""
 
     def of(self, tokens: int, requests: int, threads: int) -> int:
         """Bytes of a step of so many tokens that draws for so many requests."""
         tokens, requests = max(1, tokens), max(1, min(tokens, requests))
-        each_token = self.per_token + threads * self.per_token_and_thread
-        return self.fixed + threads * self.per_thread + tokens * each_token + requests * self.per_request
+        each_thread = self.per_thread + min(tokens, self.tokens_at_once) * self.per_token_and_thread
+        return self.fixed + threads * each_thread + tokens * self.per_token + requests * self.per_request
 
 
 @dataclass(frozen=True, slots=True)
