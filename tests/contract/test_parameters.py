@@ -106,18 +106,30 @@ def test_a_bias_forces_and_forbids_tokens(client: openai.OpenAI, server: LiveSer
 
 
 @pytest.mark.parametrize("name", ["frequency_penalty", "presence_penalty"])
-def test_penalties_weigh_what_was_drawn(client: openai.OpenAI, server: LiveServer, name: str) -> None:
-    """Two tokens far above all others, the first a little above the second: a penalty on it lets the second in."""
-    red, blue = (server.http.post("/tokenize", json={"prompt": word}).json()["tokens"][0] for word in (" red", " blue"))
-    bias = {"logit_bias": {str(red): 100, str(blue): 100}, "max_tokens": 6}
-    plain = set(complete(client, **bias).choices[0].text.split())
-    for strength in (2.0, -2.0):
-        seen = set(complete(client, **bias, **{name: strength}).choices[0].text.split())
-        assert seen <= {"red", "blue"}
-    assert plain <= {"red", "blue"}
-    repeated = complete(client, prompt="a a a a a a a a a a", max_tokens=24).choices[0].text.split()
-    varied = complete(client, prompt="a a a a a a a a a a", max_tokens=24, **{name: 2.0}).choices[0].text.split()
-    assert len(set(varied)) > len(set(repeated))
+def test_a_penalty_is_taken_off_the_logit_of_what_was_drawn(
+    client: openai.OpenAI, server: LiveServer, name: str
+) -> None:
+    """A bias puts `second` behind `first` at both places, at the second one by 1: a penalty of 0.5 leaves it there, one
+    of 1.5 lets it pass. Differences of logits are differences of log-probabilities, which are those without bias."""
+    prompt = server.http.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
+    first, second = (server.http.post("/tokenize", json={"prompt": w}).json()["tokens"][0] for w in (" little", " man"))
+
+    def logprob(tokens: list[int], token: int) -> float:
+        forced = complete(client, prompt=tokens, max_tokens=1, logprobs=0, logit_bias={str(token): 100})
+        value: float = forced.choices[0].logprobs.token_logprobs[0]
+        return value
+
+    leads = [logprob(tokens, first) - logprob(tokens, second) for tokens in (prompt, [*prompt, first])]
+    behind = leads[1] - 1
+    assert leads[0] > behind + 1, "choose other words: the first must win at the first place"
+
+    def text(penalty: float) -> str:
+        bias = {str(first): 50, str(second): 50 + behind}
+        drawn: str = complete(client, prompt=prompt, max_tokens=2, logit_bias=bias, **{name: penalty}).choices[0].text
+        return drawn
+
+    assert text(0) == text(0.5) == text(-2) == " little little"
+    assert text(1.5) == text(2) == " little man"
 
 
 IGNORED: dict[str, Any] = {
