@@ -80,9 +80,9 @@ def check_lock(extra: str) -> None:
 
 
 def platforms() -> list[str]:
-    """Platform tags of wheels that fit a Linux of 2018 or newer, newest first."""
+    """Platform tags of wheels that fit a Linux of 2020 or newer (glibc 2.31, which grammars need), newest first."""
     machine = platform.machine()
-    return [f"manylinux_2_{minor}_{machine}" for minor in range(28, 16, -1)] + [f"manylinux2014_{machine}"]
+    return [f"manylinux_2_{minor}_{machine}" for minor in range(31, 16, -1)] + [f"manylinux2014_{machine}"]
 
 
 def pip(*arguments: str | Path, environment: dict[str, str] | None = None) -> None:
