@@ -4,6 +4,7 @@ The tuner is off, so that what limits the service stays. Each scene changes the 
 then) and the load; the service and its pod stay the same.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -62,7 +63,7 @@ def test_what_limits_a_service_is_named_with_its_numbers(operator: Cluster, name
     pod = services.pods(operator, namespace, NAME)[0]["metadata"]["name"]
     engine = operator.kubectl(
         "exec", pod, "-n", namespace, "--", "sh", "-c", "for p in /proc/[0-9]*; do "
-        "grep -qa busload_runtime.engine.process $p/cmdline && kill -STOP ${p#/proc/} && echo ${p#/proc/}; done; true"
+        "grep -qa [b]usload_runtime.engine.process $p/cmdline && kill -STOP ${p#/proc/} && echo ${p#/proc/}; done; true"
     ).split()  # fmt: skip
     assert engine, "the engine process was not found in the container"
     found = wait_for(lambda: _diagnosed(operator, namespace, "Stale"), 90, "bottleneck Stale")
@@ -105,12 +106,16 @@ def _events(cluster: Cluster, namespace: str, reason: str) -> list[dict[str, Any
 
 
 def _numbers_are_right(scene: Scene, evidence: str) -> bool:
-    """The sentence holds the place limit of the scene, and for a loaded one the clients that cannot be served."""
-    expected = {
-        "Idle": [f"of {scene.batch} places"],
-        "SlotBound": ["8 requests wait", f"of {scene.batch} places"],
-        "KVBound": ["requests wait", "KV cache use peaks at"],
-        "PrefillBound": ["% of step time goes to prompts"],
-        "Saturated": ["12 requests wait", f"of {scene.batch} places", "the knee"],
-    }[scene.bottleneck]
-    return all(part in evidence for part in expected)
+    """Clients without a place wait, and all places are taken: as means over seconds in which the load began."""
+    waiting, places = re.search(r"([\d.]+) requests wait", evidence), re.search(r"([\d.]+) of (\d+) places", evidence)
+    if places is None or int(places[2]) != scene.batch:
+        return False
+    taken, clients = float(places[1]), int(str(scene.load.get("concurrency", 0)))
+    if scene.bottleneck == "Idle":
+        return taken == 0 and waiting is None
+    if scene.bottleneck == "PrefillBound":
+        share = re.search(r"([\d.]+)% of step time goes to prompts", evidence)
+        return share is not None and float(share[1]) > 50 and waiting is None
+    if waiting is None or abs(float(waiting[1]) + taken - clients) > 0.25 * clients:
+        return False
+    return taken < 0.9 * scene.batch if scene.bottleneck == "KVBound" else taken > 0.75 * scene.batch
