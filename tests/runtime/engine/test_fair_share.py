@@ -20,7 +20,7 @@ def make(batch: int = 4, blocks: int = 400) -> Scheduler:
 
 
 class Load:
-    """Adds requests and notes who started when, and the tokens of each tenant: prompts as computed, outputs as drawn."""
+    """Adds requests and notes who started when, and each tenant's tokens: prompts as computed, outputs as drawn."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
