@@ -20,17 +20,17 @@ def attend_tile(
     k_scales,
     v_scales,
     row,
-    visible,
+    seen,
     scale_log2,
     DIM: tl.constexpr,
     TILE: tl.constexpr,
-    MASKED: tl.constexpr,
 ):
     """Attends q [rows, DIM] to the TILE slots from row `row` (int64) of the pages on, all of one page and head.
 
-    visible [rows or 1, TILE] says who sees what, if MASKED; in the first tile every row must see a slot. Values nobody
-    sees are not read, so what a former owner left in a page cannot reach anybody, not even as NaN times 0.
-    Returns acc [rows, DIM] (not normalised), peak [rows] and total [rows], the running maximum and sum.
+    seen [rows or 1, TILE] says which row sees which slot; None: every row sees all. In the first tile every row must
+    see a slot. Values that no row sees are not read, so what a former owner left in a page cannot reach anybody, not
+    even as NaN times 0. Returns acc [rows, DIM] (not normalised), peak [rows] and total [rows], the running maximum
+    and sum.
     """
     dim = tl.arange(0, DIM)
     slot = tl.arange(0, TILE)
@@ -38,18 +38,18 @@ def attend_tile(
     scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale_log2
     if k_scales is not None:
         scores = scores * tl.load(k_scales + row + slot)[None, :]
-    if MASKED:
-        scores = tl.where(visible, scores, float("-inf"))
+    if seen is not None:
+        scores = tl.where(seen, scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, 1))
     weights = tl.exp2(scores - new_peak[:, None])
     kept = tl.exp2(peak - new_peak)
     total = total * kept + tl.sum(weights, 1)
     at = v_pages + (row + slot[:, None]) * DIM + dim[None, :]
-    if MASKED:
-        seen = tl.max(visible.to(tl.int32), 0) > 0
-        v = tl.load(at, mask=seen[:, None], other=0.0)
+    if seen is not None:
+        by_any = tl.max(seen.to(tl.int32), 0) > 0
+        v = tl.load(at, mask=by_any[:, None], other=0.0)
         if v_scales is not None:
-            weights = weights * tl.load(v_scales + row + slot, mask=seen, other=0.0)[None, :]
+            weights = weights * tl.load(v_scales + row + slot, mask=by_any, other=0.0)[None, :]
     else:
         v = tl.load(at)
         if v_scales is not None:

@@ -69,42 +69,16 @@ def _decode_kernel(
         peak = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         whole = start + (end - start) // TILE * TILE
-        visible = slot[None, :] < end - whole
+        seen = slot[None, :] < end - whole
         for at in range(start, whole, TILE):
             row = (tl.load(table + at // PAGE).to(tl.int64) * KV_HEADS + head) * PAGE + at % PAGE
             acc, peak, total = attend_tile(
-                queries,
-                acc,
-                peak,
-                total,
-                k_pages,
-                v_pages,
-                k_scales,
-                v_scales,
-                row,
-                visible,
-                scale_log2,
-                DIM,
-                TILE,
-                False,
+                queries, acc, peak, total, k_pages, v_pages, k_scales, v_scales, row, None, scale_log2, DIM, TILE
             )
         if whole < end:
             row = (tl.load(table + whole // PAGE).to(tl.int64) * KV_HEADS + head) * PAGE + whole % PAGE
             acc, peak, total = attend_tile(
-                queries,
-                acc,
-                peak,
-                total,
-                k_pages,
-                v_pages,
-                k_scales,
-                v_scales,
-                row,
-                visible,
-                scale_log2,
-                DIM,
-                TILE,
-                True,
+                queries, acc, peak, total, k_pages, v_pages, k_scales, v_scales, row, seen, scale_log2, DIM, TILE
             )
         result = ((item * KV_HEADS + head) * GROUP + member).to(tl.int64)
         tl.store(partial + result[:, None] * DIM + dim[None, :], acc, mask=member[:, None] < GROUP)

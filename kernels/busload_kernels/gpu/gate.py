@@ -52,7 +52,8 @@ def judge(variant: Variant, capability: int, code: Code) -> tuple[str, ...]:
         problems.append(f"{code.registers} registers, budget {variant.registers}")
     if code.shared_memory > SHARED_MEMORY[capability]:
         problems.append(f"{code.shared_memory} bytes of shared memory, sm_{capability} has {SHARED_MEMORY[capability]}")
-    problems += [f"no instruction like {pattern}" for pattern in variant.needs if not code.count(pattern)]
+    needs = variant.needs + (variant.needs_on_sm_90 if capability == 90 else ())
+    problems += [f"no instruction like {pattern}" for pattern in needs if not code.count(pattern)]
     return tuple(problems)
 
 

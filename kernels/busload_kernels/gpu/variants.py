@@ -12,8 +12,11 @@ import torch
 
 from .decode_attention import DecodeBuffers, decode_attention
 from .launch import Launch, recording
+from .linear import linear
 from .norm import rms_norm
+from .prefill_attention import prefill_attention
 from .rope_write import rope_and_write
+from .sampling import SamplingBuffers, sample
 from .tiles import tile_for
 
 TENSOR_CORE = r"(HMMA|IMMA|QMMA|HGMMA|IGMMA|QGMMA|UTC\w*MMA)\b"
@@ -24,6 +27,7 @@ WIDE_LOAD = r"LDG\.E(\.\w+)*\.(64|128)"
 BF16, FP16, INT8, FP8, FP32 = torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn, torch.float32
 SHORT = {BF16: "bf16", FP16: "fp16", INT8: "int8", FP8: "fp8", FP32: "fp32"}
 PAGE, SPLIT, KV_HEADS = 64, 512, 8
+INT4_GROUP = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,7 @@ class Variant:
     """Budget for a thread."""
     needs: tuple[str, ...] = ()
     """Regular expressions of instructions; some of each must be there."""
+    needs_on_sm_90: tuple[str, ...] = ()
     core: bool = False
     """Compiled by default, and for every compute capability; the others on request."""
 
@@ -47,7 +52,7 @@ class Variant:
 
 
 def all_variants() -> list[Variant]:
-    return [*norms(), *rope_writes(), *decodes()]
+    return [*norms(), *rope_writes(), *decodes(), *prefills(), *linears(), *samplings()]
 
 
 def norms() -> Iterator[Variant]:
@@ -140,6 +145,111 @@ def decode(dim: int, group: int, cache: torch.dtype) -> None:
         k_scales=scales(cache),
         v_scales=scales(cache),
     )
+
+
+def prefills() -> Iterator[Variant]:
+    for dim, group, cache, _ in attention_shapes():
+        yield Variant(
+            f"dim {dim}, group {group}, cache {SHORT[cache]}",
+            "_prefill_kernel",
+            partial(prefill, dim, group, cache),
+            registers=255,
+            needs=(TENSOR_CORE, WIDE_ASYNC_COPY),
+            needs_on_sm_90=(WARP_GROUP_TENSOR_CORE,),
+            core=(dim == 128 and group == 4 and cache != FP16) or (dim == 64 and group == 3 and cache == INT8),
+        )
+
+
+def prefill(dim: int, group: int, cache: torch.dtype) -> None:
+    heads, dtype = KV_HEADS * group, activations(cache)
+    prefill_attention(
+        empty(512, heads, dim, dtype=dtype),
+        *pages(dim, cache),
+        empty(4, 128, dtype=torch.int32),
+        empty(4, dtype=torch.int32),
+        empty(5, dtype=torch.int32),
+        empty(32, 2, dtype=torch.int32),
+        dim**-0.5,
+        empty(512, heads, dim, dtype=dtype),
+        tile_for("prefill_attention", "default", dim=dim, cache_bits=8 * cache.itemsize),
+        k_scales=scales(cache),
+        v_scales=scales(cache),
+    )
+
+
+FORMATS = {
+    "w16a16 bf16": (BF16, BF16),
+    "w16a16 fp16": (FP16, FP16),
+    "w8a16 int8": (BF16, INT8),
+    "w8a16 fp8": (BF16, FP8),
+    "w8a8 int8": (INT8, INT8),
+    "w8a8 fp8": (FP8, FP8),
+    "w4a16 bf16": (BF16, torch.uint8),
+}
+LAYERS = {
+    "4096 to 4096": (4096, 4096, False),
+    "4096 to gated 14336": (4096, 28672, True),
+    "576 to gated 1536": (576, 3072, True),
+}
+
+
+def linears() -> Iterator[Variant]:
+    for name, (x, w) in FORMATS.items():
+        for shape, (k, n, gated) in LAYERS.items():
+            if w == torch.uint8 and k % INT4_GROUP:
+                continue
+            for rows in (16, 64, 512):
+                yield Variant(
+                    f"{name}, {shape}, {rows} rows",
+                    "_linear_w4_kernel" if w == torch.uint8 else "_linear_kernel",
+                    partial(linear_layer, name.split()[0], x, w, rows, k, n, gated),
+                    registers=240 if rows > 64 else 144,
+                    needs=(TENSOR_CORE, WIDE_ASYNC_COPY),
+                    needs_on_sm_90=(WARP_GROUP_TENSOR_CORE,),
+                    core=k == n and rows != 64 and x != FP16,
+                )
+    for gated in (False, True):
+        yield Variant(
+            f"4096, {'gated' if gated else 'plain'}",
+            "_join_kernel",
+            partial(linear_layer, "w8a8", INT8, INT8, 16, 4096, 4096, gated),
+            registers=64,
+            needs=(WIDE_LOAD,),
+            core=gated,
+        )
+
+
+def linear_layer(form: str, x: torch.dtype, w: torch.dtype, rows: int, k: int, n: int, gated: bool) -> None:
+    tile = tile_for("linear", "default", rows=rows, format=form)
+    four_bits, eight_bits = w == torch.uint8, w in (INT8, FP8)
+    linear(
+        empty(rows, k, dtype=x),
+        empty(n, k // 2 if four_bits else k, dtype=w),
+        empty(rows, n // 2 if gated else n, dtype=BF16 if x in (INT8, FP8) else x),
+        tile,
+        x_scales=empty(rows, dtype=FP32) if x in (INT8, FP8) else None,
+        w_scales=empty(n, k // INT4_GROUP, dtype=x) if four_bits else empty(n, dtype=FP32) if eight_bits else None,
+        gated=gated,
+        partial=empty(tile.sizes["SPLIT_K"] * rows * n, dtype=FP32),
+    )
+
+
+def samplings() -> Iterator[Variant]:
+    for vocab in (49152, 128256, 151936):
+        for kernel, budget in (("_threshold_kernel", 128), ("_candidate_kernel", 128), ("_winner_kernel", 64)):
+            for dtype in (FP32, BF16):
+                yield Variant(
+                    f"vocabulary {vocab}, {SHORT[dtype]}",
+                    kernel,
+                    partial(sampling, vocab, dtype),
+                    registers=budget,
+                    needs=(WIDE_LOAD,) if kernel == "_candidate_kernel" else (),
+                    core=vocab == 128256 and dtype == FP32,
+                )
+
+
+def sampling(vocab: int, dtype: torch.dtype) -> None:
+    sample(empty(32, vocab, dtype=dtype), SamplingBuffers.allocate(32, vocab, "meta"), empty(32, dtype=torch.int32))
 
 
 def activations(cache: torch.dtype) -> torch.dtype:
