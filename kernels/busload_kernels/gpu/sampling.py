@@ -23,7 +23,7 @@ from .checks import FLOATS, check_tensor
 from .errors import GpuKernelError
 from .launch import Tile, launch
 
-PIECE = 2048
+PIECE = 4096
 """Tokens of a program."""
 SEARCHED_AT_ONCE = 2048
 """Tokens that a step of the search for a threshold holds in registers."""

@@ -68,8 +68,8 @@ def test_greedy_takes_the_first_of_the_largest_over_all_pieces() -> None:
     logits[0, [PIECE + 5, PIECE - 1, vocab - 1]] = 9.0
     logits[1, vocab - 1] = 9.0
     logits[2] = -torch.inf
-    logits[2, 4321] = -1e30
-    assert draw(logits, SamplingBuffers.allocate(3, vocab, "cpu")).tolist() == [PIECE - 1, vocab - 1, 4321]
+    logits[2, PIECE + 321] = -1e30
+    assert draw(logits, SamplingBuffers.allocate(3, vocab, "cpu")).tolist() == [PIECE - 1, vocab - 1, PIECE + 321]
 
 
 def test_draws_follow_the_probabilities() -> None:
