@@ -1,9 +1,10 @@
 """Drawing the next token of each row: greedy, or by temperature with min-p, top-k and top-p. No sort, no wait.
 
-Three launches whatever the parameters, so that a captured graph serves every mixture: 1. `_threshold_kernel`: the
-smallest logit that may be drawn. Top-k and top-p are both "the largest threshold that leaves
-   enough above it", where enough is a count or a probability; the threshold is searched among the bit patterns of fp32,
-   four ways at a time. Rows that ask for neither leave at once.
+Three launches whatever the parameters, so that a captured graph serves every mixture:
+
+1. `_threshold_kernel`: the smallest logit that may be drawn. Top-k and top-p are both "the largest threshold that
+   leaves enough above it", where enough is a count or a probability; the threshold is searched among the bit patterns
+   of fp32, four ways at a time. Rows that ask for neither leave at once.
 2. `_candidate_kernel`: the best token of each piece of the vocabulary, by logit / temperature + Gumbel noise (the
    Gumbel-max trick, Yellott 1977: its argmax is a draw from the softmax), or by the logit alone.
 3. `_winner_kernel`: the best of the pieces; of equals the lower id.
