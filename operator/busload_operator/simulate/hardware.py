@@ -22,7 +22,13 @@ def parse_law(text: str) -> StepLaw:
             values[name] = float(number)
         except ValueError:
             raise SetupError(f"step law: {part!r} is not one of a=, b=, c=, d= with seconds, as in a=0.0076") from None
-    return StepLaw(**values)
+    for name, value in values.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise SetupError(f"step law: {name} is {value}; seconds of 0 or more are allowed")
+    law = StepLaw(**values)
+    if law.a + law.b <= 0 or law.a + law.d <= 0:
+        raise SetupError("step law: a decode or a prefill would take no time; give a, or both b and d, above 0")
+    return law
 
 
 @dataclass(frozen=True, slots=True)
