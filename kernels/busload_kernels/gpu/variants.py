@@ -114,7 +114,7 @@ def decodes() -> Iterator[Variant]:
             f"dim {dim}, group {group}, cache {SHORT[cache]}",
             "_decode_kernel",
             partial(decode, dim, group, cache),
-            registers=232 if cache in (INT8, FP8) else 176,
+            registers=240 if cache in (INT8, FP8) else 176,
             needs=(TENSOR_CORE, WIDE_ASYNC_COPY),
             core=(dim == 128 and group == 4 and cache != FP16) or (dim == 64 and group == 3 and cache == INT8),
         )
@@ -203,7 +203,7 @@ def linears() -> Iterator[Variant]:
                     f"{name}, {shape}, {rows} rows",
                     "_linear_w4_kernel" if w == torch.uint8 else "_linear_kernel",
                     partial(linear_layer, name.split()[0], x, w, rows, k, n, gated),
-                    registers=240 if rows > 64 else 144,
+                    registers={16: 144, 64: 176, 512: 240}[rows],
                     needs=(TENSOR_CORE, WIDE_ASYNC_COPY),
                     needs_on_sm_90=(WARP_GROUP_TENSOR_CORE,),
                     core=k == n and rows != 64 and x != FP16,
