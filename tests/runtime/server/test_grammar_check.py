@@ -67,9 +67,10 @@ async def test_a_process_that_is_killed_is_replaced(checker: GrammarChecker) -> 
 async def test_a_client_that_leaves_does_not_give_its_verdict_to_the_next(checker: GrammarChecker) -> None:
     slow = grammar(json_expression(HOSTILE["patterns of powers"]))
     work = asyncio.create_task(checker.check(slow))
-    async with asyncio.timeout(30):
-        while alive(checker) is None:
-            await asyncio.sleep(0.01)
+    for _ in range(3000):
+        if alive(checker) is not None:
+            break
+        await asyncio.sleep(0.01)
     assert not work.done()
     work.cancel()
     with pytest.raises(asyncio.CancelledError):
