@@ -26,7 +26,7 @@ from .launch import Tile, launch
 
 PIECE = 4096
 """Tokens of a program."""
-SEARCHED_AT_ONCE = 2048
+SEARCHED_AT_ONCE = 1024
 """Tokens that a step of the search for a threshold holds in registers."""
 
 

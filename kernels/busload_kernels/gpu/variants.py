@@ -203,7 +203,7 @@ def linears() -> Iterator[Variant]:
                     f"{name}, {shape}, {rows} rows",
                     "_linear_w4_kernel" if w == torch.uint8 else "_linear_kernel",
                     partial(linear_layer, name.split()[0], x, w, rows, k, n, gated),
-                    registers={16: 144, 64: 176, 512: 240}[rows],
+                    registers={16: 144, 64: 176, 512: 255}[rows],
                     needs=(TENSOR_CORE, WIDE_ASYNC_COPY),
                     needs_on_sm_90=(WARP_GROUP_TENSOR_CORE,),
                     core=k == n and rows != 64 and x != FP16,
