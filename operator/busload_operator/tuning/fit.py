@@ -43,6 +43,8 @@ class Fit:
     weight: float = 0.0
     samples: int = 0
     bins: tuple[BatchBin, ...] = ()
+    probed: bool = False
+    """It began with steps that a pod tried, and nobody has seen those wrong yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +70,14 @@ def _add(fit: Fit, work: tuple[float, float, float, float], seconds: float, batc
     )
     moment = tuple(FORGETTING * old + row[i] for i, old in enumerate(fit.moment))
     bins = _count(fit.bins, batch)
-    return Fit(gram, moment, FORGETTING * fit.weight + 1.0, fit.samples + 1, bins)
+    return Fit(gram, moment, FORGETTING * fit.weight + 1.0, fit.samples + 1, bins, fit.probed)
 
 
 def from_probed(probed: Probed) -> Fit:
     """A first fit, from the steps that a pod tried before it served: batches in octaves up to its largest, of short
     and of longer sequences, with and without prompts in the step. As many windows as it takes to be used, and no more:
     what runs soon outweighs it."""
-    fit = Fit()
+    fit = Fit(probed=True)
     batches = [2**k for k in range(probed.batch.bit_length())]
     shapes = [(batch, float(length), prompts) for batch in batches for length in _LENGTHS for prompts in (0, batch)]
     rounds = max(_BIN_WINDOWS, math.ceil(MIN_SAMPLES / len(shapes)))

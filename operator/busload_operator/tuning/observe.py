@@ -95,13 +95,16 @@ def _first_fit(ready: list[tuple[str, PodSample]]) -> Fit:
 
 def _check_law(state: State, now: float, new: list[PodWindow]) -> State:
     """Compares the law with windows that it has not seen. One that has been wrong for minutes is learned anew: what it
-    stands on was of another machine or model."""
+    stands on was of another machine or model. One that rests on steps which a pod tried while nothing else ran is only
+    a first guess: when it is wrong it goes at once, and disarms nobody."""
     law, error = solve(state.fit), state.model_error
     missed = [] if law is None else [s for w in new if (s := surprise(law, w)) is not None]
     for share in missed:
         error += (min(share, 1.0) - error) / _SURPRISE_WINDOWS
     if error <= MAX_ERROR:
         return replace(state, model_error=error, disarmed_at=None)
+    if state.fit.probed:
+        return replace(state, fit=Fit(), model_error=0.0, disarmed_at=None)
     since = state.disarmed_at if state.disarmed_at is not None else now
     if now - since > RELEARN_SECONDS:
         return replace(state, fit=Fit(), model_error=0.0, disarmed_at=None)

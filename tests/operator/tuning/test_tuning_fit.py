@@ -19,6 +19,8 @@ from busload_operator.tuning.fit import (
     step_seconds,
     tokens_per_second,
 )
+from busload_operator.tuning.observe import _check_law
+from busload_operator.tuning.state import State
 from busload_operator.tuning.types import Law
 from busload_operator.tuning.window import PodWindow
 
@@ -163,3 +165,18 @@ def test_steps_that_a_pod_tried_make_a_law_that_is_used_and_soon_outweighed():
     assert later is not None
     slower = step_seconds(later, Workload(256.0, 0.0), 16.0)
     assert slower == pytest.approx(2 * (probed.a + 16 * (probed.b + 256 * probed.c)), rel=0.15)
+
+
+def test_a_tried_law_that_turns_out_wrong_is_dropped_at_once_and_disarms_nobody():
+    probed = Probed(4e-3, 5e-4, 1e-6, 3e-4, 32)
+    state = replace(State.initial(next_id=1), fit=from_probed(probed))
+    slow = [made((3 * probed.a, 3 * probed.b, 3 * probed.c, 3 * probed.d), 4, 256, 0)]
+    for second in range(3):
+        state = _check_law(state, float(second), slow)
+    assert state.fit == Fit()
+    assert state.disarmed_at is None
+    right = [made((probed.a, probed.b, probed.c, probed.d), 4, 256, 0)]
+    state = replace(state, fit=from_probed(probed))
+    for second in range(20):
+        state = _check_law(state, float(second), right)
+    assert state.fit == from_probed(probed)
