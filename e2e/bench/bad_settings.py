@@ -1,7 +1,7 @@
 """A service that starts with bad settings reaches good ones by itself: under load, losing nothing, before it buys.
 
-Not among the end-to-end tests yet: in one run of three a replica was bought before the batch limit was raised. On an idle
-machine: `python -m pytest -s e2e/bench/bad_settings.py` (5 minutes).
+Not among the end-to-end tests yet: at times a replica is bought before the batch limit is raised. On an idle machine:
+`python -m pytest -s e2e/bench/bad_settings.py` (5 minutes).
 """
 
 import time
