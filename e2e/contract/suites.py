@@ -62,7 +62,7 @@ def schemathesis(server: BusloadServer) -> Report:
 
 
 def llm_comply(server: BusloadServer) -> Report:
-    """https://pypi.org/project/llm-comply/: answers field by field."""
+    """llm-comply, from PyPI: answers field by field."""
     command = [str(Path(sys.executable).with_name("llm-comply")), "--format", "openai-chat", "--json"]
     done = _run([*command, "-u", server.url, "-k", "unused", "-m", server.model])
     suite = _json("llm-comply", done)
@@ -79,7 +79,7 @@ def llm_comply(server: BusloadServer) -> Report:
 
 
 def compatcanary(server: BusloadServer) -> Report:
-    """https://www.npmjs.com/package/compatcanary: what applications ask for first. Needs node."""
+    """compatcanary, from npm: what applications ask for first. Needs node."""
     npx = shutil.which("npx")
     if npx is None:
         return Report("compatcanary", "-", (), "there is no npx on this machine; install Node.js to run it")
