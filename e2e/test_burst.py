@@ -28,7 +28,7 @@ def test_a_burst_raises_the_batch_limit_first(operator: Cluster, namespace: str)
     assert int(first["to"]) > 4
     assert {"batch", "queueDepth", "wait"} <= {i["name"] for i in first["inputs"]}
     assert first["prediction"].get("tokensPerSecond")
-    assert first["outcome"]["verdict"] == "Confirmed", first
+    assert first["outcome"]["verdict"] == "Confirmed", str(first)
 
     for when in ("before", "after"):
         window = first["outcome"][f"{when}Window"]

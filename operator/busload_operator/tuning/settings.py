@@ -14,7 +14,7 @@ from busload_operator.tuning.fit import (
     tokens_per_second,
 )
 from busload_operator.tuning.sizing import Plan
-from busload_operator.tuning.state import State
+from busload_operator.tuning.state import Phase, State
 from busload_operator.tuning.types import Bottleneck, Inputs, Knob, Law, Prediction, Reason
 from busload_operator.tuning.window import View
 from busload_runtime.contract import Limits, default_token_budget
@@ -31,6 +31,8 @@ NEARLY_KV, NEARLY_PLACES = 0.7, 0.9
 """Share of the KV cache and of the batch limit in use from which more is made ready."""
 PREPARE_SECONDS = 30.0
 """Between two such changes."""
+PREPARE_WINDOWS = 3
+"""Windows in a row, once requests wait: then the change has a before to be judged by."""
 SURE = 0.05
 """Standard error of a predicted step time that is worth a word."""
 KV_STEP, KV_STEP_TRIED = 20, 40
@@ -182,11 +184,13 @@ def raise_kv_cache(s: Situation) -> Candidate | str:
 
 
 def prepare(s: Situation) -> Candidate | None:
-    """More room before requests wait for it, where it is nearly used up and the law says that more is good: KV cache
+    """More room before requests wait for long, where it is nearly used up and the law says that more is good: KV cache
     while memory bounds the batch rather than the inter-token objective, then places in the batch."""
     law, changed = s.usable_law, s.state.changed_at
     if law is None or (changed is not None and s.inputs.now - changed < PREPARE_SECONDS):
         return None
+    if s.state.streak.phase is Phase.QUEUE and s.state.streak.count < PREPARE_WINDOWS:
+        return None  # the first windows of a burst are nothing to compare with
     limits, most = s.inputs.limits, s.inputs.bounds.kv_cache_percent.max
     within = batch_within(law, s.work, ITL_MARGIN * s.inputs.objectives.inter_token_latency)
     held = s.seen.kv_per_request
@@ -207,8 +211,12 @@ def prepare(s: Situation) -> Candidate | None:
 
 
 def _prepared(s: Situation, knob: Knob, before: int, after: int, text: str, limits: Limits) -> Candidate:
-    prediction = Prediction(s.seen.tokens_per_second, 0.0, s.seen.itl, "the load as it is, which nothing waits for")
-    message = f"{knob} {before} -> {after}: {text}."
+    if s.state.streak.phase is not Phase.QUEUE:
+        prediction = Prediction(s.seen.tokens_per_second, 0.0, s.seen.itl, "the load as it is, which nothing waits for")
+        message = f"{knob} {before} -> {after}: {text}."
+    else:
+        prediction = predict(s, s.seen.batch * after / before)
+        message = f"{knob} {before} -> {after}: {text}; expected {expected(prediction)}."
     return Candidate(knob, before, after, Reason.NEARLY_FULL, message, prediction, limits, s.inputs.replicas)
 
 

@@ -184,6 +184,9 @@ def _follow_setting(pending: Pending, inputs: Inputs, law: Law | None) -> Judgem
     passed = inputs.now - pending.written_at
     if passed < pending.settle:
         return Judgement(pending)
+    if not pending.tokens_per_second_before:
+        # More load would not tell more, and the next change waits for this one's outcome.
+        return _close(pending, Verdict.INCONCLUSIVE, "there was no load to compare with; it is kept")
     if _enough(decision, pending.loaded):
         judged = _compare(pending, inputs, pending.loaded)
         if judged.closed is not None and judged.closed.outcome.verdict is Verdict.CONFIRMED:
@@ -237,8 +240,7 @@ def _steps(windows: tuple[PodWindow, ...]) -> int:
 
 def _compare(pending: Pending, inputs: Inputs, windows: tuple[PodWindow, ...]) -> Judgement:
     before = pending.tokens_per_second_before
-    if not before:
-        return _close(pending, Verdict.INCONCLUSIVE, "there was no load to compare with; it is kept")
+    assert before, "without load before, nothing is compared"
     tokens, itl = _measured(windows, len(pending.pods))
     change = _change(before, tokens)
     tau = inputs.objectives.inter_token_latency

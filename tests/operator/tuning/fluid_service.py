@@ -22,7 +22,7 @@ from busload_operator.tuning import (
     Trial,
     step,
 )
-from busload_operator.tuning.counters import CUMULATIVE
+from busload_operator.tuning.counters import CUMULATIVE, Probed
 from busload_runtime.contract import SEQUENCE_LENGTHS, Limits
 
 BLOCK = 16
@@ -228,11 +228,14 @@ class Service:
         blocks: int = 4096,
         noise: float = 0.0,
         tamper: Tamper = lambda now, sample: sample,
+        probed: bool = False,
     ) -> None:
         self.law, self.bounds, self.objectives = law or StepLaw(), bounds, objectives
         self.mode, self.scaling, self.startup, self.scrape, self.blocks = mode, scaling, startup, scrape, blocks
         self.limits, self.generation, self.replicas, self.tamper = limits, 1, replicas, tamper
         self.noise = noise
+        tried = Probed(self.law.a, self.law.b, self.law.c, self.law.d, bounds.batch_size.max)
+        self.probed = tried if probed else None
         self.trial: Trial | None = None
         self.now, self.state, self.made = 1000.0, State.initial(), 0
         self.pods: list[Pod] = []
@@ -275,7 +278,7 @@ class Service:
         samples = []
         for pod in self.pods:
             ready = pod.ready_at <= self.now
-            sample = PodSample(pod.name, self.now, pod.counters() if ready else None, ready)
+            sample = PodSample(pod.name, self.now, pod.counters() if ready else None, ready, probed=self.probed)
             samples.append(self.tamper(self.now, sample))
         inputs = Inputs(
             now=self.now,

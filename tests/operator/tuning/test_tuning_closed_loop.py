@@ -47,6 +47,34 @@ def test_burst_raises_the_batch_limit_first(law: StepLaw, noise: float) -> None:
     assert "28.0 requests wait" in first.message
 
 
+@pytest.mark.parametrize("scrape", [1.0, 2.0, 5.0])
+@pytest.mark.parametrize("began", [0.0, 0.25, 0.75, 1.25])
+def test_a_law_known_from_the_start_does_not_act_on_the_first_window_of_a_burst(scrape: float, began: float) -> None:
+    """A change made there had no load before it to be judged by, so its outcome told nothing."""
+    law = StepLaw(a=0.004, b=0.0004, d=0.0003)
+    service = Service(law=law, probed=True, scrape=scrape, bounds=replace(BOUNDS, replicas=Range(1, 1)))
+    service.client_request = (32, 100)
+    service.run(20 + began)
+    service.clients = 32
+    service.run(60)
+    first = service.decisions[0]
+    assert (first.knob, first.before, first.after) == (Knob.BATCH_SIZE, 4, 8)
+    assert first.outcome.verdict is Verdict.CONFIRMED
+    after = first.outcome.tokens_per_second_after
+    assert first.prediction.tokens_per_second == pytest.approx(after, rel=0.2)
+
+
+def test_what_has_no_load_to_be_compared_with_is_not_waited_for() -> None:
+    """Made ready while nothing waited: nothing to judge it by will come, and the burst that follows needs the next."""
+    service = Service(probed=True, bounds=replace(BOUNDS, replicas=Range(1, 1)))
+    service.clients = 4
+    service.run(32)
+    first = service.decisions[0]
+    assert first.reason is Reason.NEARLY_FULL
+    service.run(first.at + 14 - service.now)
+    assert "no load to compare with" in service.decisions[0].outcome.message
+
+
 def test_outcome_agrees_with_what_clients_count() -> None:
     service = burst()
     service.run(60)
