@@ -125,6 +125,14 @@ def test_options(helm: Helm) -> None:
     assert template["metadata"]["labels"]["team"] == "x"
 
 
+def test_an_image_for_gpus(helm: Helm) -> None:
+    values = "image.gpuRuntime.repository=example.org/busload-runtime-gpu,image.gpuRuntime.tag=1.0"
+    (deployment,) = [obj for obj in helm.manifests("busload", "--set", values) if obj["kind"] == "Deployment"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    environment = {v["name"]: v.get("value") for v in container["env"]}
+    assert environment["BUSLOAD_GPU_RUNTIME_IMAGE"] == "example.org/busload-runtime-gpu:1.0"
+
+
 def test_recordings_and_bandwidth(helm: Helm) -> None:
     values = "recording.enabled=true,recording.maxMib=8,memoryBandwidth=20"
     found = helm.manifests("busload", "--set", values)
@@ -133,6 +141,7 @@ def test_recordings_and_bandwidth(helm: Helm) -> None:
     (container,) = pod["containers"]
     environment = {v["name"]: v.get("value") for v in container["env"]}
     assert environment["BUSLOAD_MEMORY_BANDWIDTH"] == "20"
+    assert "BUSLOAD_GPU_RUNTIME_IMAGE" not in environment
     assert environment["BUSLOAD_RECORD_MAX_MIB"] == "8"
     assert environment["BUSLOAD_RECORD_DIRECTORY"] in [mount["mountPath"] for mount in container["volumeMounts"]]
     assert {"name": "recordings", "emptyDir": {"sizeLimit": "1Gi"}} in pod["volumes"]

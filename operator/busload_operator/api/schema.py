@@ -17,12 +17,13 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic.alias_generators import to_camel, to_snake
+from pydantic.alias_generators import to_camel
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
 Reason = Literal["FieldValueInvalid", "FieldValueForbidden", "FieldValueRequired"]
-_PLACEHOLDER = re.compile(r"{([A-Za-z0-9.]+)}")
+_PLACEHOLDER = re.compile(r"{([A-Za-z0-9./\[\]']+)}")
+_PATH_PART = re.compile(r"\['([^']+)'\]|([^.\[]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,8 @@ class Rule:
     """A rule over several fields of one object. `self` in the CEL and the argument of `holds` are that object.
 
     `message` may name fields in braces, relative to the object: `{min}` becomes their value, in CEL by a
-    messageExpression. `field` is the path of the field to blame, relative to the object.
+    messageExpression. `field` is the path of the field to blame, relative to the object. A field whose name is no
+    identifier stands in brackets in both, as in `limits['nvidia.com/gpu']`.
     """
 
     cel: str
@@ -58,13 +60,32 @@ class Rule:
         # Not `string(...) + ...`: the API server takes the length of string() for unbounded and refuses the cost.
         text = _PLACEHOLDER.sub("%s", self.message.replace("%", "%%"))
         literal = "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
-        values = ", ".join(f"self.{path}" for path in _PLACEHOLDER.findall(self.message))
+        values = ", ".join(f"self.{cel_path(path)}" for path in _PLACEHOLDER.findall(self.message))
         return f"{literal}.format([{values}])"
 
 
+def path_parts(path: str) -> list[str]:
+    """The names along a path: `limits['nvidia.com/gpu']` is `limits`, then `nvidia.com/gpu`."""
+    return [quoted or plain for quoted, plain in _PATH_PART.findall(path)]
+
+
+def cel_path(path: str) -> str:
+    """A path as CEL spells it, where names are identifiers: `limits.nvidia__dot__com__slash__gpu`.
+
+    https://kubernetes.io/docs/reference/using-api/cel/#escaping
+    """
+    return ".".join(part.replace(".", "__dot__").replace("/", "__slash__") for part in path_parts(path))
+
+
+def cel_name(identifier: str) -> str:
+    """The name of the field that CEL spells so; undoes `cel_path`."""
+    return identifier.replace("__dot__", ".").replace("__slash__", "/")
+
+
 def _value(model: Any, path: str) -> Any:
-    for part in path.split("."):
-        model = getattr(model, to_snake(part))
+    for part in path_parts(path):
+        (name,) = (name for name, field in type(model).model_fields.items() if field.alias == part)
+        model = getattr(model, name)
     return model
 
 
@@ -138,7 +159,7 @@ def problems(error: ValidationError, prefix: str = "", only: str | None = None) 
         where = _path(prefix, *item["loc"])
         match item["type"], item.get("ctx", {}):
             case "rules", {"broken": broken}:
-                found += [Problem(_path(where, *field.split(".")), text) for field, text in broken]
+                found += [Problem(_path(where, *path_parts(field)), text) for field, text in broken]
             case "missing", _:
                 found.append(Problem(where, "is required"))
             case "extra_forbidden", _:

@@ -8,13 +8,15 @@ https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resou
 import re
 from typing import Any
 
+from busload_operator.api.schema import cel_name, path_parts
+
 Schema = dict[str, Any]
 
 _KEPT = {
     "type", "description", "default", "enum", "format", "pattern", "required", "properties", "items",
     "additionalProperties", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength",
     "minItems", "maxItems", "minProperties", "maxProperties", "x-kubernetes-validations", "x-kubernetes-list-type",
-    "x-kubernetes-list-map-keys",
+    "x-kubernetes-list-map-keys", "x-kubernetes-int-or-string",
 }  # fmt: skip
 _STRIPPED = {"title", "examples", "$defs"}
 _FORMATS = {"int32", "int64", "date-time"}
@@ -48,6 +50,8 @@ def _convert(schema: Schema, defs: dict[str, Schema], path: str, seen: tuple[str
     if unknown := sorted(set(node) - _KEPT):
         raise NotStructural(f"{path}: {unknown[0]} is not allowed in a structural schema")
     kind = node.get("type")
+    if node.get("x-kubernetes-int-or-string") and kind is None:
+        return node  # a quantity: the one union that a structural schema knows
     if not isinstance(kind, str) or kind not in _JSON_TYPES:
         raise NotStructural(f"{path}: type is {kind!r}; allowed: {', '.join(_JSON_TYPES)} (numbers are strings)")
     if kind == "object":
@@ -115,7 +119,7 @@ def _field(schema: Schema, defs: dict[str, Schema], path: str, seen: tuple[str, 
         return node
     # pydantic leaves default_factory out of its schema. Without a default the API server would not look inside for
     # the defaults of the object's own fields.
-    if node["type"] != "object" or node.get("required"):
+    if node.get("type") != "object" or node.get("required"):
         raise NotStructural(f"{path}: a default_factory that is not an object of defaults")
     # The API server judges a default by the rules of its object before it fills in anything: `{}` would break them.
     children = node.get("properties", {})
@@ -173,9 +177,9 @@ def _rules(node: Schema, path: str) -> None:
             raise NotStructural(f"{path}: line break in the message {rule['message']!r}")
         for expression in (rule["rule"], rule.get("messageExpression", "")):
             for found in _SELF_FIELD.finditer(expression):
-                _resolve(node, found[1].lstrip(".").split("."), path)
+                _resolve(node, [cel_name(part) for part in found[1].lstrip(".").split(".")], path)
         if "fieldPath" in rule:
-            _resolve(node, rule["fieldPath"].lstrip(".").split("."), path)
+            _resolve(node, path_parts(rule["fieldPath"].lstrip(".")), path)
 
 
 def _resolve(node: Schema, parts: list[str], path: str) -> None:

@@ -8,7 +8,7 @@ import re
 from decimal import ROUND_CEILING, Decimal
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, Strict, WithJsonSchema
 
 _BYTES_PATTERN = r"^[0-9]{1,15}(\.[0-9]{1,3})?(k|M|G|T|Ki|Mi|Gi|Ti)?$"
 _CPU_PATTERN = r"^[0-9]{1,6}(m|\.[0-9]{1,3})?$"
@@ -18,6 +18,11 @@ ByteQuantity = Annotated[str, Field(max_length=21, pattern=_BYTES_PATTERN)]
 """Memory, like "2Gi" or "512Mi"."""
 CpuQuantity = Annotated[str, Field(max_length=11, pattern=_CPU_PATTERN)]
 """CPU, like "2", "1.5" or "500m"."""
+Count = Annotated[
+    Annotated[int, Strict()] | Annotated[str, Strict(), Field(max_length=16)],
+    WithJsonSchema({"x-kubernetes-int-or-string": True}),
+]
+"""A number of devices as pods spell it: 1 or "1". What it may be is for a rule to say."""
 Duration = Annotated[str, Field(max_length=48, pattern=_DURATION_PATTERN)]
 """A time span as Go spells it, like "2s", "100ms" or "1m30s"."""
 

@@ -10,9 +10,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from busload_operator.api.schema import Integer, Model, Problem, Rule, problems, unknown_field
+from busload_operator.api.schema import Integer, Model, Problem, Rule, cel_path, problems, unknown_field
 from busload_operator.api.status import Status
-from busload_operator.api.units import ByteQuantity, CpuQuantity, Duration, parse_bytes, parse_cpu, parse_duration
+from busload_operator.api.units import (
+    ByteQuantity,
+    Count,
+    CpuQuantity,
+    Duration,
+    parse_bytes,
+    parse_cpu,
+    parse_duration,
+)
 
 GROUP = "busload.dev"
 VERSION = "v1alpha1"
@@ -22,6 +30,8 @@ PLURAL = "inferenceservices"
 
 _NAME = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 _GGUF_PATH = r"^[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*[.]gguf$"
+GPU = "nvidia.com/gpu"
+"""The extended resource of NVIDIA's device plugin: whole GPUs, or MIG slices under the same name."""
 # Children carry the service's name: these two would take over objects that Kubernetes itself keeps in a namespace.
 _RESERVED_NAMES = ("default", "kubernetes")
 
@@ -266,13 +276,47 @@ class ResourceLimits(Model):
     cpu: CpuQuantity | None = None
     """Best left out: a CPU limit stalls whole steps when it throttles."""
     memory: ByteQuantity = "2Gi"
-    """Weights, activations and KV cache together; the runtime plans its memory by it."""
+    """Weights, activations and KV cache together; the runtime plans its memory by it. With a GPU, which holds these:
+    what the process itself takes, at least 4Gi."""
+    gpus: Annotated[Count | None, Field(alias=GPU)] = None
+    """1: the replica computes on a whole GPU of its own. Absent: it computes on CPUs."""
+
+
+_GPUS = f"limits['{GPU}']"
+_CEL_GPUS = f"self.{cel_path(_GPUS)}"
 
 
 class Resources(Model):
     """Resources of each replica."""
 
     rules = (
+        Rule(
+            f"!has({_CEL_GPUS}) || {_CEL_GPUS} == 1 || {_CEL_GPUS} == '1'",
+            lambda r: r.limits.gpus in (None, 1, "1"),
+            f"{GPU} {{{_GPUS}}} must be 1: a replica computes on one whole GPU. More need a model split "
+            "over GPUs, which this version cannot do; shares of one cannot be measured, so nothing could be tuned. For "
+            "more throughput raise bounds.replicas; for CPUs leave it out",
+            _GPUS,
+        ),
+        Rule(
+            f"!has(self.gpuMemory) || has({_CEL_GPUS})",
+            lambda r: r.gpu_memory is None or r.limits.gpus is not None,
+            f"gpuMemory {{gpuMemory}} is given, but no GPU: add {GPU}: 1 to limits, or remove gpuMemory",
+            "gpuMemory",
+        ),
+        Rule(
+            "!has(self.gpuMemory) || quantity(self.gpuMemory).compareTo(quantity('1Gi')) >= 0",
+            lambda r: r.gpu_memory is None or parse_bytes(r.gpu_memory) >= parse_bytes("1Gi"),
+            "gpuMemory {gpuMemory} is below 1Gi, which the CUDA context alone takes; is the unit (Gi) missing?",
+            "gpuMemory",
+        ),
+        Rule(
+            f"!has({_CEL_GPUS}) || quantity(self.limits.memory).compareTo(quantity('4Gi')) >= 0",
+            lambda r: r.limits.gpus is None or parse_bytes(r.limits.memory) >= parse_bytes("4Gi"),
+            "memory limit {limits.memory} is below 4Gi, which a process on a GPU needs beside the GPU's own memory: "
+            "raise the limit (one that is not given takes its default)",
+            "limits.memory",
+        ),
         Rule(
             "quantity(self.limits.memory).compareTo(quantity(self.requests.memory)) >= 0",
             lambda r: parse_bytes(r.limits.memory) >= parse_bytes(r.requests.memory),
@@ -302,6 +346,9 @@ class Resources(Model):
     )
     requests: ResourceRequests = Field(default_factory=ResourceRequests)
     limits: ResourceLimits = Field(default_factory=ResourceLimits)
+    gpu_memory: ByteQuantity | None = None
+    """Memory of the GPU that a replica may use, like 76Gi; only with a GPU. With it the service is planned before a pod
+    exists, and pods take no more; without it pods use what their GPU has free, and say how much that is."""
 
 
 class Spec(Model):

@@ -8,7 +8,7 @@ import typer
 _WHAT = "What"
 _LIMITS = "Limits"
 _MACHINE = "Machine"
-_GPU = "GPU (--device gpu)"
+_GPU = "GPU"
 
 
 def command(
@@ -74,8 +74,9 @@ def command(
         ),
     ] = None,
     device: Annotated[
-        str, typer.Option(rich_help_panel=_MACHINE, help="cpu, or gpu: by the parameters below.")
-    ] = "cpu",
+        str | None,
+        typer.Option(rich_help_panel=_MACHINE, help="cpu or gpu.", show_default="the manifest's, else cpu"),
+    ] = None,
     weight_bits: Annotated[
         float | None,
         typer.Option(
@@ -83,14 +84,23 @@ def command(
             max=32,
             rich_help_panel=_GPU,
             help="Bits of a weight, scales included.",
-            show_default="as in the file",
+            show_default="8 and a scale for each row",
         ),
     ] = None,
-    kv_bits: Annotated[int, typer.Option(min=1, max=32, rich_help_panel=_GPU, help="Bits of a key or value.")] = 16,
+    kv_bits: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=32,
+            rich_help_panel=_GPU,
+            help="Bits of a key or value, scales included.",
+            show_default="8 and a scale for each token and head",
+        ),
+    ] = None,
     overhead: Annotated[
         str | None,
         typer.Option(
-            rich_help_panel=_MACHINE, help="Memory beside the model.", show_default="cpu: by vocabulary; gpu: 1Gi"
+            rich_help_panel=_MACHINE, help="Memory beside the model.", show_default="cpu: by vocabulary; gpu: 1.5Gi"
         ),
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Numbers as JSON instead of a table.")] = False,
@@ -112,13 +122,13 @@ def command(
 
     - busload plan --model bundled:smollm2-135m-instruct --memory 768Mi
 
-    - busload plan --model chat.gguf --memory 24Gi --device gpu --bandwidth 1000 --batch-size 64
+    - busload plan --model chat.gguf --memory 24Gi --device gpu --bandwidth 4300 --batch-size 64
 
     Exit codes: 0 it fits; 1 it does not, and the last line says what would; 2 a wrong option or file.
     """
     from busload_operator.plan.command import Options, PlanError, run
 
-    if device not in ("cpu", "gpu"):
+    if device not in (None, "cpu", "gpu"):
         typer.echo(f"--device {device!r} must be cpu or gpu", err=True)
         raise typer.Exit(2)
     options = Options(

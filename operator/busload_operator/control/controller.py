@@ -42,7 +42,7 @@ class Controller:
         self.cache = Cache()
         self.queue: WorkQueue[Key] = WorkQueue()
         self.tuners: dict[Key, Tuner] = {}
-        runtime = RuntimeSettings(settings.runtime_image, settings.image_pull_policy)
+        runtime = RuntimeSettings(settings.runtime_image, settings.image_pull_policy, settings.gpu_runtime_image)
         recorder = Recorder(client, settings.identity)
         bandwidth = settings.memory_bandwidth and settings.memory_bandwidth * 1e9
         self.reconciler = Reconciler(client, self.cache, self.tuners, runtime, recorder, bandwidth, self._recordings())

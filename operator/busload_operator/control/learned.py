@@ -52,7 +52,10 @@ def identity(service: Service) -> Identity:
     claim = source.persistent_volume_claim
     model = f"claim:{claim.claim_name}/{claim.path}" if claim else f"bundled:{source.bundled}"
     cpu = f"{resources.requests.cpu} CPU" + (f" to {resources.limits.cpu}" if resources.limits.cpu else "")
-    return Identity(model, spec.model.weight_precision, f"{cpu}, {resources.limits.memory}")
+    size = f"{cpu}, {resources.limits.memory}"
+    if resources.limits.gpus is not None:
+        size += f", {resources.limits.gpus} GPU" + (f" of {resources.gpu_memory}" if resources.gpu_memory else "")
+    return Identity(model, spec.model.weight_precision, size)
 
 
 def stored(service: Service, config_map: Object | None) -> Memory:

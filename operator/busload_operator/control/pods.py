@@ -1,5 +1,6 @@
 """Reads what a pod's and a Deployment's status says, in words a person can act on. Pure."""
 
+from busload_operator.api.v1alpha1 import GPU
 from busload_operator.control.kinds import Object, controller_of
 
 # A container that waits for one of these will not start by waiting longer.
@@ -46,7 +47,11 @@ def address(pod: Object) -> str:
 
 def memory_kills(pod: Object) -> int:
     """How often its containers had been restarted when one of them was last killed for its memory; 0: the last one
-    that ended, ended otherwise."""
+    that ended, ended otherwise. Also 0 for a pod on a GPU: what the GPU holds is no matter of the container's memory,
+    and less of it would not help."""
+    containers = (pod.get("spec") or {}).get("containers") or []
+    if any(GPU in ((container.get("resources") or {}).get("limits") or {}) for container in containers):
+        return 0
     kills = 0
     for container in (pod.get("status") or {}).get("containerStatuses") or []:
         restarts = int(container.get("restartCount") or 0)

@@ -23,6 +23,7 @@ from busload_operator.control.status import Problem, Seen
 from busload_operator.control.stored import stored_status
 from busload_operator.control.tuner import Tuner
 from busload_operator.resources.build import children
+from busload_operator.resources.gpu import NoGpuImageError
 from busload_operator.resources.learned_config_map import learned_config_map, learned_config_map_name
 from busload_operator.resources.limits_config_map import limits_config_map_name
 from busload_operator.resources.settings import RuntimeSettings
@@ -118,6 +119,8 @@ class Reconciler:
         changed = not self._carries(service, document)
         try:
             desired = children(service.parsed, self._runtime, document, in_force.replicas)
+        except NoGpuImageError as error:
+            return Problem("NoGpuImage", str(error)), ""
         except ValueError as error:  # a model source that admission would have refused
             return Problem("InvalidSpec", str(error)), ""
         if in_force.replicas < self._asked_replicas(service.key):

@@ -45,6 +45,10 @@ class Settings(BaseModel):
 
     runtime_image: Annotated[str, Field(alias="BUSLOAD_RUNTIME_IMAGE", min_length=1, max_length=512)]
     """Image of the runtime pods."""
+    gpu_runtime_image: Annotated[str | None, Field(alias="BUSLOAD_GPU_RUNTIME_IMAGE", min_length=1, max_length=512)] = (
+        None
+    )
+    """Image of the runtime pods on GPUs; not given: services that ask for a GPU are told so."""
     image_pull_policy: Annotated[
         Literal["Always", "IfNotPresent", "Never"], Field(alias="BUSLOAD_IMAGE_PULL_POLICY")
     ] = "IfNotPresent"

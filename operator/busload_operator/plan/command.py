@@ -12,10 +12,11 @@ from busload_operator.api.units import parse_bytes, parse_duration
 from busload_operator.api.v1alpha1 import InferenceService
 from busload_operator.plan import bandwidth as bandwidths
 from busload_operator.plan.render import as_json, table
-from busload_operator.resources.initial_limits import compute_threads, initial_limits, shortest_plan
+from busload_operator.resources.gpu import gpu_budget, wants_gpu
+from busload_operator.resources.initial_limits import compute_threads, initial_limits
 from busload_operator.tuning import words
 from busload_operator.tuning.feasible import Bandwidth, Feasibility, judge
-from busload_operator.tuning.models import BUNDLED
+from busload_operator.tuning.models import BUNDLED, BUNDLED_ON_GPU
 from busload_operator.tuning.planner import MemoryPlan, ModelFacts, plan_memory
 from busload_runtime.contract import Limits, default_token_budget
 
@@ -42,9 +43,9 @@ class Options:
     token_budget: int | None
     inter_token_latency: str | None
     bandwidth: float | None
-    device: str
+    device: str | None
     weight_bits: float | None
-    kv_bits: int
+    kv_bits: int | None
     overhead: str | None
 
 
@@ -77,6 +78,8 @@ def run(options: Options, json_output: bool) -> tuple[str, bool]:
 def plan(options: Options) -> Account:
     """Raises `PlanError`."""
     service = None if options.service is None else _read_service(options.service)
+    if options.device is None:
+        options = replace(options, device="gpu" if service is not None and wants_gpu(service.spec) else "cpu")
     facts = _facts(options, service)
     threads = options.threads or (2 if service is None else compute_threads(service.spec))
     budget = _budget(options, service)
@@ -87,7 +90,7 @@ def plan(options: Options) -> Account:
     else:
         bounds = service.spec.bounds.max_sequence_length
         wanted = _limits(options, options.max_sequence_length or bounds.max, initial_limits(service.spec))
-        shortest = min(wanted.max_sequence_length, shortest_plan(service.spec, facts).limits.max_sequence_length)
+        shortest = min(wanted.max_sequence_length, bounds.min)
         objective = service.spec.objectives.inter_token_latency
     objective = options.inter_token_latency or objective
     try:
@@ -96,6 +99,8 @@ def plan(options: Options) -> Account:
         raise PlanError(f"--inter-token-latency {error}") from None
     bandwidth = _bandwidth(options, threads)
     must = plan_memory(facts, budget, replace(wanted, max_sequence_length=shortest), threads)
+    if options.device == "gpu":
+        must = replace(must, budget_name="--memory" if service is None or options.memory is not None else "gpuMemory")
     return Account(
         plan=replace(must, limits=wanted),
         verdict=judge(must, wanted.max_sequence_length, seconds, bandwidth),
@@ -104,14 +109,15 @@ def plan(options: Options) -> Account:
         bandwidth=bandwidth,
         objective=seconds,
         threads=threads,
-        device=options.device,
+        device=options.device or "cpu",
         start=_start(options, service),
     )
 
 
 def _start(options: Options, service: InferenceService | None) -> Limits | None:
-    replaced = (options.model, options.memory, options.threads, options.overhead)
-    if service is None or options.device != "cpu" or any(value is not None for value in replaced):
+    replaced = (options.model, options.memory, options.threads, options.overhead, options.weight_bits, options.kv_bits)
+    its_own = service is not None and (options.device == "gpu") == wants_gpu(service.spec)
+    if service is None or not its_own or any(value is not None for value in replaced):
         return None
     return initial_limits(service.spec)
 
@@ -170,8 +176,10 @@ def _facts(options: Options, service: InferenceService | None) -> ModelFacts:
         raise PlanError(f"the service's model is {place}, which is not read here; give a copy: --model FILE.gguf")
     if source is None:
         raise PlanError("nothing to plan: give -f SERVICE.yaml, or --model bundled:NAME or FILE.gguf")
-    known = BUNDLED.get(source.removeprefix("bundled:")) if source.startswith("bundled:") else None
-    if options.device == "cpu" and known is not None:
+    table = BUNDLED_ON_GPU if options.device == "gpu" else BUNDLED
+    known = table.get(source.removeprefix("bundled:")) if source.startswith("bundled:") else None
+    other_elements = options.device == "gpu" and (options.weight_bits, options.kv_bits) != (None, None)
+    if known is not None and not other_elements:
         return (
             known if options.overhead is None else replace(known, overhead_bytes=_bytes("--overhead", options.overhead))
         )
@@ -200,6 +208,13 @@ def _budget(options: Options, service: InferenceService | None) -> int:
         return _bytes("--memory", options.memory)
     if service is None:
         raise PlanError("--memory is missing: give what one replica may use, like 768Mi or 2Gi")
+    if options.device == "gpu":
+        available = gpu_budget(service.spec)
+        if available is None:
+            raise PlanError(
+                "the service does not say how much memory its GPU has: give spec.resources.gpuMemory, or --memory"
+            )
+        return available
     return parse_bytes(service.spec.resources.limits.memory)
 
 

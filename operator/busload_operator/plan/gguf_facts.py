@@ -5,6 +5,7 @@ in `engine.cpp` for a step's buffers); tests compare them with what the engine s
 sizes of the elements that the caller names.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -34,19 +35,23 @@ _ALIGNMENT = 64
 _PROCESS_BYTES = 180 * MIB
 _BYTES_PER_VOCABULARY_ENTRY = 576
 
-GPU_OVERHEAD_BYTES = 1024 * MIB
-"""Context, libraries' workspaces and captured graphs of one process on a GPU: the usual order of size, no measurement.
-"""
-_GPU_BLOCK_TOKENS = 16
+GPU_OVERHEAD_BYTES = 1536 * MIB
+"""Context, libraries' workspaces, captured graphs and what the allocator keeps, of one process on a GPU: the usual
+order of size, no measurement. A pod measures its own at start."""
+_GPU_BLOCK_TOKENS = 64
 _GPU_ACTIVATION_BYTES = 2
+_GPU_SCALE_BYTES = 4
+# Tokens of a sequence that one program of decode attention reads; each keeps a sum for every head of queries.
+_GPU_SPLIT_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class GpuElements:
-    """Sizes that decide about GPU memory. `weight_bits` None: as the file holds them."""
+    """Sizes that decide about GPU memory. None, the engine's default: 8 bits, of weights with an fp32 scale for each
+    row and of keys and values with one for each token and head. A number of bits includes its scales."""
 
     weight_bits: float | None = None
-    kv_bits: int = 16
+    kv_bits: int | None = None
     overhead_bytes: int = GPU_OVERHEAD_BYTES
 
 
@@ -81,16 +86,23 @@ def gpu_facts(name: str, file: GgufFile, config: ModelConfig, elements: GpuEleme
     """What an engine on a GPU needs whose weights, keys and values have elements of these sizes."""
     table = "token_embd.weight"
     sizes = {key: _gpu_bytes(tensor, elements.weight_bits) for key, tensor in file.tensors.items()}
+    if not config.tied_embeddings:
+        # Looked up, never multiplied: it stays as exact as activations are.
+        sizes[table] = _gpu_bytes(_tensor(file, table), 8 * _GPU_ACTIVATION_BYTES)
     weights = sum(sizes.values())
     attended = config.num_heads * config.head_dim
     keys = config.num_kv_heads * config.head_dim
     # Residual, norm and branch; queries, keys, values and what was attended; gate, up and their product.
     row = 3 * config.hidden_size + 2 * attended + 2 * keys + 3 * config.ffn_size
+    # Keys and values with their scales, and this token's share of a sum in decode attention.
+    heads = 2 * config.num_layers * config.num_kv_heads
+    head = config.head_dim + _GPU_SCALE_BYTES if elements.kv_bits is None else config.head_dim * elements.kv_bits / 8
+    partial = 4 * config.num_heads * (config.head_dim + 2) / _GPU_SPLIT_TOKENS
     return ModelFacts(
         name=name,
         weight_bytes=weights,
         step_weight_bytes=weights if config.tied_embeddings else weights - sizes.get(table, 0),
-        kv_bytes_per_token=2 * config.num_layers * keys * elements.kv_bits // 8,
+        kv_bytes_per_token=math.ceil(heads * head + partial),
         block_tokens=_GPU_BLOCK_TOKENS,
         context_length=config.context_length,
         # Logits are fp32, and sampling needs a copy of them.
@@ -100,11 +112,12 @@ def gpu_facts(name: str, file: GgufFile, config: ModelConfig, elements: GpuEleme
 
 
 def _gpu_bytes(tensor: TensorInfo, weight_bits: float | None) -> int:
-    count = 1
-    for length in tensor.shape:
-        count *= length
-    matrix = len(tensor.shape) > 1
-    return round(count * weight_bits / 8) if weight_bits is not None and matrix else tensor.num_bytes
+    count = math.prod(tensor.shape)
+    if len(tensor.shape) < 2:
+        return count * _GPU_ACTIVATION_BYTES
+    if weight_bits is None:
+        return count + tensor.shape[0] * _GPU_SCALE_BYTES
+    return round(count * weight_bits / 8)
 
 
 def _packed_bytes(file: GgufFile, config: ModelConfig) -> tuple[int, int]:

@@ -23,12 +23,15 @@ def _memory(account: "Account") -> list[str]:
     step = f"a step of {limits.token_budget} tokens for {words.count(limits.batch_size, 'request')}"
     if account.device == "cpu":
         step += f", {words.count(account.threads, 'thread')}"
+    overhead = "processes, vocabulary, room to grow"
+    if account.device == "gpu":
+        overhead = "CUDA, workspaces, captured graphs (an estimate; pods measure)"
     per_token = words.size(plan.facts.kv_bytes_per_token)
     rows = [
         ("", "memory of one replica", words.size(plan.budget), f"{plan.budget:,} bytes"),
         ("-", "weights", words.size(plan.facts.weight_bytes), "in memory, as the engine holds them"),
         ("-", "activations", words.size(plan.activations), step),
-        ("-", "overhead", words.size(plan.facts.overhead_bytes), "processes, vocabulary, room to grow"),
+        ("-", "overhead", words.size(plan.facts.overhead_bytes), overhead),
         ("=", "left", _signed(plan.left), "for the KV cache: keys and values of all tokens in flight"),
         (
             "",

@@ -6,7 +6,9 @@ The pod template does not depend on the limits: a change of limits restarts noth
 from typing import Any
 
 from busload_operator.api.units import parse_bytes
-from busload_operator.api.v1alpha1 import InferenceService
+from busload_operator.api.v1alpha1 import GPU, InferenceService
+from busload_operator.resources import gpu
+from busload_operator.resources.gpu import wants_gpu
 from busload_operator.resources.initial_limits import compute_threads
 from busload_operator.resources.labels import labels, metadata, selector
 from busload_operator.resources.limits_config_map import limits_config_map_name
@@ -30,7 +32,8 @@ API_KEYS_ENTRY = "keys"
 
 
 def deployment(service: InferenceService, settings: RuntimeSettings, replicas: int) -> dict[str, Any]:
-    """The runtime pods of a service. Raises ValueError for a spec that admission would have refused."""
+    """The runtime pods of a service. Raises `NoGpuImageError`, and ValueError for a spec that admission would have
+    refused."""
     name = service.metadata.name
     return {
         "apiVersion": "apps/v1",
@@ -84,6 +87,7 @@ def _template(service: InferenceService, settings: RuntimeSettings) -> dict[str,
                     "labelSelector": {"matchLabels": selector(name)},
                 }
             ],
+            **({"tolerations": gpu.TOLERATIONS} if wants_gpu(service.spec) else {}),
             "containers": [_container(service, settings)],
             "volumes": _volumes(service),
         },
@@ -93,7 +97,7 @@ def _template(service: InferenceService, settings: RuntimeSettings) -> dict[str,
 def _container(service: InferenceService, settings: RuntimeSettings) -> dict[str, Any]:
     return {
         "name": CONTAINER,
-        "image": settings.image,
+        "image": gpu.image(settings) if wants_gpu(service.spec) else settings.image,
         # The last lines of a container that failed go into its status, and from there into Ready's message.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "imagePullPolicy": settings.image_pull_policy,
@@ -125,11 +129,17 @@ def _arguments(service: InferenceService) -> list[str]:
         f"--served-model-name={service.spec.model.served_name or service.metadata.name}",
         "--host=0.0.0.0",
         f"--port={PORT}",
-        f"--memory={parse_bytes(service.spec.resources.limits.memory)}",
+        *_memory(service),
         f"--limits-file={LIMITS_DIRECTORY}/{LIMITS_KEY}",
         f"--drain-seconds={DRAIN_SECONDS}",
         *keys,
     ]
+
+
+def _memory(service: InferenceService) -> list[str]:
+    if wants_gpu(service.spec):
+        return gpu.arguments(service.spec)
+    return [f"--memory={parse_bytes(service.spec.resources.limits.memory)}"]
 
 
 def _model(service: InferenceService) -> str:
@@ -148,6 +158,7 @@ def _environment(service: InferenceService) -> list[dict[str, Any]]:
         {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         {"name": "OMP_NUM_THREADS", "value": threads},
         {"name": "OPENBLAS_NUM_THREADS", "value": threads},
+        *(gpu.environment() if wants_gpu(service.spec) else []),
     ]
 
 
@@ -155,6 +166,8 @@ def _resources(service: InferenceService) -> dict[str, Any]:
     requests, limits = service.spec.resources.requests, service.spec.resources.limits
     wanted = {"cpu": requests.cpu, "memory": requests.memory}
     most = {"memory": limits.memory} | ({"cpu": limits.cpu} if limits.cpu else {})
+    if wants_gpu(service.spec):
+        most |= {GPU: str(limits.gpus)}  # of an extended resource the request is the limit
     return {"requests": wanted, "limits": most}
 
 
@@ -179,7 +192,7 @@ def _volumes(service: InferenceService) -> list[dict[str, Any]]:
     if keys := service.spec.api_keys:
         # Readable to the runtime by its group, fsGroup, and to nobody else.
         volumes.append({"name": "api-keys", "secret": {"secretName": keys.secret_name, "defaultMode": 0o440}})
-    return volumes
+    return [*volumes, *(gpu.volumes() if wants_gpu(service.spec) else [])]
 
 
 def _volume_mounts(service: InferenceService) -> list[dict[str, Any]]:
@@ -192,4 +205,4 @@ def _volume_mounts(service: InferenceService) -> list[dict[str, Any]]:
         mounts.append({"name": "model", "mountPath": MODEL_DIRECTORY, "readOnly": True})
     if service.spec.api_keys:
         mounts.append({"name": "api-keys", "mountPath": API_KEYS_DIRECTORY, "readOnly": True})
-    return mounts
+    return [*mounts, *(gpu.volume_mounts() if wants_gpu(service.spec) else [])]

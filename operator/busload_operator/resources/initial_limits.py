@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from busload_operator.api.units import parse_bytes, parse_cpu
 from busload_operator.api.v1alpha1 import Spec
-from busload_operator.tuning.models import BUNDLED
+from busload_operator.resources.gpu import gpu_budget, wants_gpu
+from busload_operator.tuning.models import BUNDLED, BUNDLED_ON_GPU
 from busload_operator.tuning.planner import MemoryPlan, ModelFacts, plan_memory
 from busload_runtime.contract import Limits, default_token_budget
 
@@ -39,30 +40,32 @@ def longest_sequence(spec: Spec, percent: int | None = None) -> int:
     At the largest batch limit of the bounds: a step of it needs more memory, and a pod refuses limits under which one
     sequence of full length no longer fits.
     """
-    bounds, facts = spec.bounds.max_sequence_length, known_facts(spec)
-    if facts is None:
+    bounds, facts, available = spec.bounds.max_sequence_length, known_facts(spec), budget(spec)
+    if facts is None or available is None:
         return bounds.max
     if percent is None:
         percent = spec.bounds.kv_cache_percent.max
     limits = _limits(spec, bounds.min, spec.bounds.batch_size.max, percent)
-    fitting = plan_memory(facts, budget(spec), limits, compute_threads(spec)).longest_of(1)
+    fitting = plan_memory(facts, available, limits, compute_threads(spec)).longest_of(1)
     return min(bounds.max, facts.context_length, max(bounds.min, fitting))
 
 
 def known_facts(spec: Spec) -> ModelFacts | None:
     """What the model needs; None for a model that only its pods know."""
-    return BUNDLED.get(spec.model.source.bundled or "")
+    return (BUNDLED_ON_GPU if wants_gpu(spec) else BUNDLED).get(spec.model.source.bundled or "")
 
 
-def shortest_plan(spec: Spec, facts: ModelFacts) -> MemoryPlan:
-    """The memory plan of a pod that has to hold no more than the bounds insist on: their shortest sequence."""
+def shortest_plan(spec: Spec, facts: ModelFacts, available: int) -> MemoryPlan:
+    """The memory plan of a pod of `available` bytes that has to hold no more than the bounds insist on: their shortest
+    sequence."""
     limits = replace(initial_limits(spec), max_sequence_length=spec.bounds.max_sequence_length.min)
-    return plan_memory(facts, budget(spec), limits, compute_threads(spec))
+    plan = plan_memory(facts, available, limits, compute_threads(spec))
+    return replace(plan, budget_name="gpuMemory") if wants_gpu(spec) else plan
 
 
-def budget(spec: Spec) -> int:
-    """Bytes that a pod may use."""
-    return parse_bytes(spec.resources.limits.memory)
+def budget(spec: Spec) -> int | None:
+    """Bytes that a pod may use for weights, activations and KV cache; None: of a GPU whose memory only pods know."""
+    return gpu_budget(spec) if wants_gpu(spec) else parse_bytes(spec.resources.limits.memory)
 
 
 def compute_threads(spec: Spec) -> int:

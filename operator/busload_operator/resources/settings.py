@@ -11,3 +11,5 @@ class RuntimeSettings:
     image: str
     """Image of the runtime."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    gpu_image: str | None = None
+    """The same with the libraries for GPUs; None: services cannot have one."""

@@ -39,6 +39,8 @@ class Reported:
     facts: ModelFacts
     """`overhead_bytes` holds activations too: a pod reports only what it has left."""
     copy_bandwidth: float
+    budget: int
+    """Bytes that the pod plans with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ def reported(name: str, samples: Mapping[str, float]) -> Reported | None:
         step_memory=StepMemory(),
         overhead_bytes=budget - weights - left,
     )
-    return Reported(facts, values[6])
+    return Reported(facts, values[6], budget)
 
 
 def gigabytes(bytes_per_second: float) -> str:

@@ -25,3 +25,17 @@ BUNDLED: dict[str, ModelFacts] = {
         overhead_bytes=217_055_232,
     ),
 }
+
+BUNDLED_ON_GPU: dict[str, ModelFacts] = {
+    "smollm2-135m-instruct": ModelFacts(
+        name="smollm2-135m-instruct",
+        weight_bytes=135_368_832,
+        step_weight_bytes=135_368_832,
+        kv_bytes_per_token=12_245,
+        block_tokens=64,
+        context_length=8192,
+        step_memory=StepMemory(per_token=15_744, per_request=393_216),
+        overhead_bytes=1_610_612_736,
+    ),
+}
+"""The same on a GPU, with weights, keys and values of 8 bits, the default there."""

@@ -66,6 +66,8 @@ class MemoryPlan:
     limits: Limits
     budget: int
     activations: int
+    budget_name: str = "the memory limit"
+    """What to raise for a larger budget."""
 
     @property
     def fixed(self) -> int:
@@ -131,7 +133,7 @@ class MemoryPlan:
                 f"maxSequenceLength {length} is above the context of {self.facts.name}, {self.facts.context_length} "
                 "tokens; lower it to that."
             )
-        enough = f"raise the memory limit to at least {whole_mib(self.budget_for(length))}"
+        enough = f"raise {self.budget_name} to at least {whole_mib(self.budget_for(length))}"
         if self.left <= 0:
             return f"{self.facts.name} does not fit: {self.account} leaves nothing for the KV cache; {enough}."
         pool = f"{limits.kv_cache_percent}% of {words.size(self.left)} ({self.account})"

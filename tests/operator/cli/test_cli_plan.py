@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from busload_operator.cli import build_app
@@ -89,6 +90,40 @@ def test_a_manifest(tmp_path: Path) -> None:
     code, text = plan("-f", manifest(tmp_path, "310Mi"), "--bandwidth", "10")
     assert code == 1
     assert "No request of maxSequenceLength 1024 fits" in text
+
+
+def test_a_manifest_with_a_gpu(tmp_path: Path) -> None:
+    path = tmp_path / "service.yaml"
+    service = yaml.safe_load(Path(manifest(tmp_path, "8Gi")).read_text(encoding="utf-8"))
+    service["spec"]["resources"]["limits"]["nvidia.com/gpu"] = 1
+    path.write_text(json.dumps(service), encoding="utf-8")
+    code, text = plan("-f", str(path), "--bandwidth", "4300")
+    assert (code, text.strip()) == (
+        2,
+        "the service does not say how much memory its GPU has: give spec.resources.gpuMemory, or --memory",
+    )
+    assert plan("-f", str(path), "--bandwidth", "4300", "--memory", "24Gi")[0] == 0
+    service["spec"]["resources"]["gpuMemory"] = "24Gi"
+    path.write_text(json.dumps(service), encoding="utf-8")
+    code, text = plan("-f", str(path), "--bandwidth", "4300")
+    assert code == 0
+    assert "smollm2-135m-instruct on a GPU" in text
+    assert "The operator starts it with maxSequenceLength 8,192" in text
+    service["spec"]["resources"]["gpuMemory"] = "1Gi"
+    path.write_text(json.dumps(service), encoding="utf-8")
+    code, text = plan("-f", str(path), "--bandwidth", "4300")
+    assert code == 1
+    assert "raise gpuMemory to at least " in text
+
+
+def test_elements_of_a_gpu() -> None:
+    def memory(*options: str) -> dict[str, int]:
+        found = json.loads(plan(*MODEL, "--memory", "24Gi", "--device", "gpu", "--json", *options)[1])["memory"]
+        return {name: found[name] for name in ("weightBytes", "kvBytesPerToken")}
+
+    default, half = memory(), memory("--weight-bits", "16", "--kv-bits", "16")
+    assert 1.9 < half["weightBytes"] / default["weightBytes"] < 2
+    assert 1.8 < half["kvBytesPerToken"] / default["kvBytesPerToken"] < 2
 
 
 def test_a_claim_needs_the_file(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ def test_values() -> None:
         ("BUSLOAD_WATCH_NAMESPACES", "Team_A", "'Team_A' is no namespace name"),
         ("BUSLOAD_NAMESPACE", "a/b", "is no namespace name"),
         ("BUSLOAD_HTTP_PORT", "70000", "less than or equal to 65535"),
+        ("BUSLOAD_GPU_RUNTIME_IMAGE", "x" * 513, "at most 512 characters"),
         ("BUSLOAD_MEMORY_BANDWIDTH", "0", "greater than 0"),
         ("BUSLOAD_MEMORY_BANDWIDTH", "nan", "less than 1000000"),
         ("BUSLOAD_RECORD_DIRECTORY", "/no/such/folder", "not a directory that can be written to; create it"),

@@ -57,6 +57,23 @@ def test_a_bundled_model_is_judged_without_pods() -> None:
     assert judged(10e9, resources=memory("200Mi"))[:2] == (False, "ModelDoesNotFit")
 
 
+def test_a_gpu_is_judged_without_pods_where_its_memory_is_told() -> None:
+    limits = {"memory": "8Gi", "nvidia.com/gpu": 1}
+    possible, reason, message = judged(10e9, resources={"limits": limits})
+    assert (possible, reason) == (None, "GpuMemoryUnknown")
+    assert "give spec.resources.gpuMemory" in message
+    assert judged(10e9, resources={"limits": limits, "gpuMemory": "4Gi"})[:2] == (True, "PlanFits")
+    possible, reason, message = judged(10e9, resources={"limits": limits, "gpuMemory": "1200Mi"})
+    assert (possible, reason) == (False, "ModelDoesNotFit")
+    enough = message.partition("raise gpuMemory to at least ")[2].partition(".")[0]
+    assert judged(10e9, resources={"limits": limits, "gpuMemory": enough})[0] is True
+
+
+def test_a_gpu_is_judged_by_what_its_pods_say() -> None:
+    gpu = {"limits": {"memory": "8Gi", "nvidia.com/gpu": 1}}
+    assert judged(10e9, POD, model=CLAIM, resources=gpu)[:2] == (True, "PlanFits")
+
+
 def test_the_floor_needs_a_bandwidth() -> None:
     tight = {"timeToFirstToken": "2s", "interTokenLatency": "9ms"}
     assert judged(None, objectives=tight)[:2] == (None, "BandwidthUnknown")

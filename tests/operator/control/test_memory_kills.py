@@ -27,3 +27,9 @@ ERROR = {"terminated": {"reason": "Error", "exitCode": 1}}
 def test_kills_for_memory_are_counted_once(statuses: list[dict[str, Any]], kills: int) -> None:
     """The count does not change while the kubelet starts the container again."""
     assert memory_kills(pod("chat-0", containerStatuses=statuses)) == kills
+
+
+def test_a_kill_of_a_pod_on_a_gpu_says_nothing_of_its_cache() -> None:
+    killed = pod("chat-0", containerStatuses=[{"restartCount": 0, "state": OOM}])
+    on_gpu = {**killed, "spec": {"containers": [{"resources": {"limits": {"nvidia.com/gpu": "1"}}}]}}
+    assert (memory_kills(killed), memory_kills(on_gpu)) == (1, 0)

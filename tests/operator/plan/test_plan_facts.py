@@ -4,7 +4,7 @@ import pytest
 
 from busload_operator.api.v1alpha1 import BUNDLED_CONTEXTS
 from busload_operator.plan.gguf_facts import GpuElements, cpu_facts, gpu_facts, read_header
-from busload_operator.tuning.models import BUNDLED
+from busload_operator.tuning.models import BUNDLED, BUNDLED_ON_GPU
 from busload_runtime.executors.cpu import CpuExecutor
 from busload_runtime.model.load import load_weights
 
@@ -28,14 +28,17 @@ def test_the_figures_are_the_engines() -> None:
 def test_every_bundled_model_is_in_the_table_as_its_file_says(name: str) -> None:
     assert BUNDLED[name] == cpu_facts(*read_header(f"bundled:{name}"))
     assert BUNDLED[name].context_length == BUNDLED_CONTEXTS[name]
+    assert BUNDLED_ON_GPU[name] == gpu_facts(*read_header(f"bundled:{name}"), GpuElements())
 
 
 def test_gpu_figures_follow_from_element_sizes() -> None:
     header = read_header(MODEL)
-    as_stored, half = gpu_facts(*header, GpuElements()), gpu_facts(*header, GpuElements(weight_bits=16, kv_bits=8))
-    # 30 layers, keys and values of 3 heads of 64.
-    assert as_stored.kv_bytes_per_token == 30 * 2 * 3 * 64 * 2
-    assert half.kv_bytes_per_token == as_stored.kv_bytes_per_token // 2
-    # 134.5 million parameters.
+    half, default = gpu_facts(*header, GpuElements(weight_bits=16, kv_bits=16)), gpu_facts(*header, GpuElements())
+    # 9 heads of queries: a sum of 64 and two more numbers each, fp32, for every 512 tokens.
+    partial = -(-4 * 9 * 66 // 512)
+    # 30 layers, keys and values of 3 heads of 64; by default a scale of 4 bytes for each head.
+    assert half.kv_bytes_per_token == 30 * 2 * 3 * 64 * 2 + partial
+    assert default.kv_bytes_per_token == 30 * 2 * 3 * (64 + 4) + partial
+    # 134.5 million parameters; by default a scale of 4 bytes for each row.
     assert half.weight_bytes == pytest.approx(2 * 134.5e6, rel=0.001)
-    assert as_stored.weight_bytes < half.weight_bytes
+    assert half.weight_bytes / 2 < default.weight_bytes < half.weight_bytes / 2 * 1.01

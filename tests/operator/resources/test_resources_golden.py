@@ -14,6 +14,7 @@ from busload_runtime.contract import LimitsDocument
 
 GOLDEN = Path(__file__).parent / "golden"
 METADATA = {"name": "chat", "namespace": "team-a", "uid": "0d5b3f0e-6a54-4a4c-9f0f-6f2f3a3a1b11"}
+SETTINGS = RuntimeSettings("example.org/busload-runtime:1.0", gpu_image="example.org/busload-runtime-gpu:1.0")
 CLAIM = {"persistentVolumeClaim": {"claimName": "models", "path": "llama/chat-q8_0.gguf"}}
 SPECS = {
     "smallest": {"model": {"source": {"bundled": "smollm2-135m-instruct"}}},
@@ -23,6 +24,18 @@ SPECS = {
         "resources": {"requests": {"cpu": "3500m", "memory": "6Gi"}, "limits": {"cpu": "8", "memory": "7.5Gi"}},
         "apiKeys": {"secretName": "chat-api-keys"},
     },
+    "gpu": {
+        "model": {"source": CLAIM},
+        "resources": {
+            "requests": {"cpu": "8", "memory": "16Gi"},
+            "limits": {"memory": "32Gi", "nvidia.com/gpu": 1},
+            "gpuMemory": "76Gi",
+        },
+    },
+    "gpu-unmeasured": {
+        "model": {"source": {"bundled": "smollm2-135m-instruct"}},
+        "resources": {"limits": {"memory": "8Gi", "nvidia.com/gpu": "1"}},
+    },
 }
 
 
@@ -30,7 +43,7 @@ SPECS = {
 def test_children(name: str):
     service = InferenceService.model_validate({"metadata": METADATA, "spec": SPECS[name]})
     limits = LimitsDocument(1, initial_limits(service.spec))
-    built = children(service, RuntimeSettings("example.org/busload-runtime:1.0"), limits, replicas=1)
+    built = children(service, SETTINGS, limits, replicas=1)
     text = yaml.safe_dump_all(built, sort_keys=False, width=120)
     golden = GOLDEN / f"{name}.yaml"
     if os.environ.get("UPDATE_GOLDEN") == "1":

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from busload_operator.api.v1alpha1 import InferenceService, Spec
 from busload_operator.resources import deployment as deployment_module
 from busload_operator.resources.build import children
+from busload_operator.resources.gpu import NoGpuImageError
 from busload_operator.resources.initial_limits import initial_limits
 from busload_operator.resources.labels import selector, selector_text
 from busload_operator.resources.service import endpoint
@@ -230,3 +231,36 @@ def test_initial_limits_of_the_smallest_manifest():
         "maxQueuedRequests": 256,
         "maxQueuedTokens": 262144,
     }
+
+
+GPU = {"limits": {"memory": "8Gi", "nvidia.com/gpu": 1}}
+
+
+def test_a_gpu_needs_the_operators_image_for_it():
+    with pytest.raises(NoGpuImageError, match="set BUSLOAD_GPU_RUNTIME_IMAGE of the operator"):
+        build(make(resources=GPU))
+
+
+def test_only_pods_with_a_gpu_know_of_it():
+    settings = replace(SETTINGS, gpu_image="gpu:1")
+    cpu, gpu = (
+        deployment_module.deployment(make(**spec), settings, 1)["spec"]["template"]["spec"]
+        for spec in ({}, {"resources": GPU})
+    )
+    assert "gpu" not in str(cpu)
+    assert "--executor=cuda" in gpu["containers"][0]["args"]
+    assert gpu["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    # Host memory is no business of an executor whose memory is the GPU's.
+    assert not any(argument.startswith("--memory") for argument in gpu["containers"][0]["args"])
+
+
+def test_whatever_a_gpu_pod_writes_is_on_a_volume():
+    settings = replace(SETTINGS, gpu_image="gpu:1")
+    pod = deployment_module.deployment(make(resources=GPU), settings, 1)["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    mounted = [mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")]
+    caches = [item["value"] for item in container["env"] if item["name"].endswith(("CACHE_DIR", "CACHE_PATH"))]
+    assert len(caches) == 4
+    assert all(any(cache.startswith(f"{folder}/") for folder in mounted) for cache in caches)
+    assert "/dev/shm" in mounted
+    assert all("sizeLimit" in volume["emptyDir"] for volume in pod["volumes"] if "emptyDir" in volume)
