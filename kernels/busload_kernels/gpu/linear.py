@@ -319,7 +319,8 @@ def _targets(out: torch.Tensor, partial: torch.Tensor | None, numbers: int, spli
 def _check_output(x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, n: int, gated: bool) -> None:
     if gated and n % 2:
         raise GpuKernelError(f"w has {n} outputs; gate and up interleaved are an even number")
-    check_tensor("out", out, (x.shape[0], n // 2 if gated else n), (x.dtype,) if x.dtype in FLOATS else FLOATS)
+    allowed = (x.dtype, torch.float32) if x.dtype in FLOATS else FLOATS
+    check_tensor("out", out, (x.shape[0], n // 2 if gated else n), allowed)
     if bias is not None:
         check_tensor("bias", bias, (n,), FLOATS)
 

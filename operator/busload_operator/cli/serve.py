@@ -26,14 +26,35 @@ def command(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="TCP port, 1 to 65535; 0 takes a free one.")] = 8000,
     executor: Annotated[
-        str, typer.Option(help="What computes: cpu (C++, compiled on first use), or reference (numpy, slow, exact).")
+        str,
+        typer.Option(
+            help="What computes: cpu (C++, compiled on first use), cuda (torch and Triton, on a GPU), or reference "
+            "(numpy, slow, exact)."
+        ),
     ] = "cpu",
     kv_precision: Annotated[
         str | None,
         typer.Option(
-            metavar="int8|fp32",
-            help="Numbers of the KV cache. fp32 takes almost four times the memory of int8, and nothing is rounded.",
-            show_default="int8 with cpu, fp32 with reference",
+            metavar="int8|fp8|bf16|fp32",
+            help="Numbers of the KV cache: int8 or fp32 with cpu, fp32 with reference, int8, fp8 or bf16 with cuda. "
+            "fp32 takes almost four times the memory of int8, and nothing is rounded.",
+            show_default="int8, fp32 with reference",
+        ),
+    ] = None,
+    weight_precision: Annotated[
+        str | None,
+        typer.Option(
+            metavar="int8|fp8|bf16",
+            help="What cuda makes of the model's matrices at load. Other executors take them as the file has them.",
+            show_default="int8",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="cuda|cpu",
+            help="Where cuda computes. cpu is plain torch in fp32 instead of the kernels, to test without a GPU: slow.",
+            show_default="cuda",
         ),
     ] = None,
     memory: Annotated[
@@ -185,6 +206,8 @@ def command(
         port=port,
         executor=executor,
         kv_precision=kv_precision,
+        weight_precision=weight_precision,
+        device=device,
         memory=memory,
         limits_file=limits_file,
         pod_name=pod_name,

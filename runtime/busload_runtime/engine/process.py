@@ -87,7 +87,14 @@ def main(
 
 def _load(options: argparse.Namespace, name: str, source: str) -> Executor:
     room = room_for_weights(find_budget(options.memory))
-    return create_executor(name, source, options.kv_precision, room)
+    return create_executor(
+        name,
+        source,
+        options.kv_precision,
+        room,
+        device=options.device,
+        weight_precision=options.weight_precision,
+    )
 
 
 def _load_vocabulary(source: str) -> Vocabulary:
@@ -257,6 +264,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="bundled:NAME or FILE.gguf")
     parser.add_argument("--executor", default="reference", help="who computes the steps (default: %(default)s)")
     parser.add_argument("--kv-precision", help="of the KV cache (default: the executor's)")
+    parser.add_argument("--weight-precision", help="of the weights (cuda; default: the executor's)")
+    parser.add_argument("--device", help="where cuda computes: cuda or cpu (default: cuda)")
     parser.add_argument(
         "--memory", type=int, metavar="BYTES", help="memory budget of both processes (default: cgroup limit, else free)"
     )

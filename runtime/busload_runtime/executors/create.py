@@ -3,30 +3,65 @@
 from busload_runtime.executors.contract import Executor
 from busload_runtime.executors.errors import ExecutorError
 
-NAMES = ("reference", "cpu")
+NAMES = ("reference", "cpu", "cuda")
 
 
-def create_executor(name: str, source: str, kv_precision: str | None = None, room: int | None = None) -> Executor:
+def create_executor(
+    name: str,
+    source: str,
+    kv_precision: str | None = None,
+    room: int | None = None,
+    *,
+    device: str | None = None,
+    weight_precision: str | None = None,
+) -> Executor:
     """The executor `name` with the model `source` loaded, and a KV cache of `kv_precision` (its own default if None).
 
-    `room` is the memory in bytes that weights may take, if the executor knows before it takes it (cpu).
-    Raises `ExecutorError` or `ModelError`.
+    `room` is the memory in bytes that weights may take, if the executor knows before it takes it (cpu, cuda). `device`
+    and `weight_precision` are for cuda alone: see `cuda.CudaOptions`. Raises `ExecutorError` or `ModelError`.
     """
-    if name == "reference":
-        if kv_precision not in (None, "fp32"):
+    if name not in NAMES:
+        raise ExecutorError(f"executor {name!r:.80} is unknown; allowed: {', '.join(NAMES)}")
+    if name == "cuda":
+        return _cuda(source, kv_precision, room, device or "cuda", weight_precision)
+    for flag, value in (("--device", device), ("--weight-precision", weight_precision)):
+        if value is not None:
             raise ExecutorError(
-                f"--kv-precision is {kv_precision!r:.80}; the reference executor has fp32 only; drop the flag, or "
-                "choose --executor cpu"
+                f"{flag} is {value!r:.80}; the {name} executor has no such choice; drop the flag, or choose "
+                "--executor cuda"
             )
-        from busload_runtime.executors.reference import ReferenceExecutor
-        from busload_runtime.model.load import load_weights
+    from busload_runtime.model.load import load_weights
 
-        return ReferenceExecutor(load_weights(source))
     if name == "cpu":
         from busload_runtime.executors.cpu import CpuExecutor
-        from busload_runtime.model.load import load_weights
 
         return CpuExecutor(
             load_weights(source), kv_precision="int8" if kv_precision is None else kv_precision, room=room
         )
-    raise ExecutorError(f"executor {name!r:.80} is unknown; allowed: {', '.join(NAMES)}")
+    if kv_precision not in (None, "fp32"):
+        raise ExecutorError(
+            f"--kv-precision is {kv_precision!r:.80}; the reference executor has fp32 only; drop the flag, or "
+            "choose --executor cpu"
+        )
+    from busload_runtime.executors.reference import ReferenceExecutor
+
+    return ReferenceExecutor(load_weights(source))
+
+
+def _cuda(
+    source: str, kv_precision: str | None, room: int | None, device: str, weight_precision: str | None
+) -> Executor:
+    try:
+        import torch  # noqa: F401
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise ExecutorError(
+            f"--executor cuda needs torch and Triton ({error}): use the GPU image, or pip install "
+            "'busload[runtime,gpu]', or choose --executor cpu"
+        ) from None
+    from busload_runtime.executors.cuda import CudaExecutor, CudaOptions
+    from busload_runtime.executors.torch_model.loading import GgufCheckpoint
+    from busload_runtime.model.load import load_weights
+
+    options = CudaOptions(device, weight_precision, kv_precision, room)
+    return CudaExecutor(GgufCheckpoint(load_weights(source)), options)

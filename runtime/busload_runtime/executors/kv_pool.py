@@ -1,23 +1,25 @@
 """Memory of the paged KV cache: address space is reserved once, pages are committed when first written."""
 
 import mmap
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from busload_runtime.executors.errors import ExecutorError
 
-Array: TypeAlias = NDArray[np.float32]
+Array: TypeAlias = NDArray[Any]
 
 
 class KvPool:
-    """Keys and values as `blocks` [layers, 2, num_blocks, block_size, kv_heads, head_dim], fp32."""
+    """Keys and values as `blocks` [layers, 2, num_blocks, *block_shape] of one type."""
 
-    def __init__(self, num_layers: int, block_shape: tuple[int, int, int], max_blocks: int) -> None:
-        """Reserves `max_blocks` blocks of `block_shape` (block_size, kv_heads, head_dim); none is usable yet."""
+    def __init__(
+        self, num_layers: int, block_shape: tuple[int, ...], max_blocks: int, dtype: DTypeLike = np.float32
+    ) -> None:
+        """Reserves `max_blocks` blocks of `block_shape`, what one layer has of keys in a block; none is usable yet."""
         shape = (num_layers, 2, max_blocks, *block_shape)
-        size = int(np.prod(shape, dtype=object)) * 4
+        size = int(np.prod(shape, dtype=object)) * np.dtype(dtype).itemsize
         try:
             self._memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as error:
@@ -28,7 +30,7 @@ class KvPool:
         # A huge page would commit memory of blocks that nobody has written: the pool must cost what is counted.
         if hasattr(mmap, "MADV_NOHUGEPAGE"):
             self._memory.madvise(mmap.MADV_NOHUGEPAGE)
-        self._all: Array = np.frombuffer(self._memory, np.float32).reshape(shape)
+        self._all: Array = np.frombuffer(self._memory, dtype).reshape(shape)
         self.blocks = self._all[:, :, :0]
 
     def resize(self, num_blocks: int) -> None:

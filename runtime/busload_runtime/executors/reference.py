@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from busload_runtime.engine.plan import Chunk, Plan, Sampled
-from busload_runtime.executors.errors import ExecutorError, wrong_plan
+from busload_runtime.executors.errors import ExecutorError
 from busload_runtime.executors.kv_pool import KvPool
 from busload_runtime.executors.linear import Linear, rows_of, tile, usable_threads
+from busload_runtime.executors.plan_check import check_chunks
 from busload_runtime.executors.sampling import apply_mask, history_of, logprobs_of, masks_of, sample, shape
 from busload_runtime.model.architectures.description import Activation
 from busload_runtime.model.config import ModelConfig
@@ -79,7 +80,7 @@ class ReferenceExecutor:
         self._pool.resize(num_blocks)
 
     def run(self, plan: Plan) -> Sequence[Sampled]:
-        self._check(plan)
+        check_chunks(plan.chunks, self._pool.blocks.shape[2], _BLOCK_SIZE, self.vocab_size)
         masks = masks_of(plan, self.vocab_size)
         # Decoding requests first: `linear` treats them apart.
         chunks = sorted(plan.chunks, key=lambda chunk: len(chunk.tokens) > 1)
@@ -90,23 +91,6 @@ class ReferenceExecutor:
             for (chunk, _), row in zip(drawing, logits, strict=True)
         }
         return [drawn[chunk.request_id] for chunk in plan.chunks if chunk.sampling is not None]
-
-    def _check(self, plan: Plan) -> None:
-        """Raises `ExecutorError` where numpy would count from the end, or write a block that is not the request's."""
-        num_blocks = self._pool.blocks.shape[2]
-        for chunk in plan.chunks:
-            shaping = chunk.sampling.shaping if chunk.sampling is not None else None
-            biased = shaping.logit_bias if shaping is not None else ()
-            tokens = (*chunk.tokens, *history_of(chunk), *(token for token, _ in biased))
-            needed = -(-chunk.length_after // _BLOCK_SIZE)
-            if (
-                not chunk.tokens
-                or chunk.start < 0
-                or len(chunk.blocks) < needed
-                or not all(0 <= token < self.vocab_size for token in tokens)
-                or not all(0 <= block < num_blocks for block in chunk.blocks)
-            ):
-                raise ExecutorError(wrong_plan(num_blocks))
 
     def _count_weight_bytes(self) -> int:
         tables = [self._embedding, self._final_norm]

@@ -247,8 +247,13 @@ class _Serve:
         command += ["--limits", json.dumps(self._limits.to_json()), "--pace", json.dumps(self._document.pace.to_json())]
         if options.limits_file is None:
             command += ["--plan-by-own-law"]
-        if options.kv_precision is not None:
-            command += ["--kv-precision", options.kv_precision]
+        for flag, value in (
+            ("--kv-precision", options.kv_precision),
+            ("--weight-precision", options.weight_precision),
+            ("--device", options.device),
+        ):
+            if value is not None:
+                command += [flag, value]
         if options.memory is not None:
             command += ["--memory", str(options.memory)]
         self._engine = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)

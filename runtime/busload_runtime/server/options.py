@@ -24,6 +24,8 @@ class ServeOptions:
     port: int
     executor: str
     kv_precision: str | None
+    weight_precision: str | None
+    device: str | None
     memory: int | None
     limits_file: Path | None
     pod_name: str

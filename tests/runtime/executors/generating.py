@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 from busload_runtime.engine.plan import Chunk, Plan, SamplingParams
 from busload_runtime.executors.cpu import CpuExecutor
+from busload_runtime.executors.cuda import CudaExecutor
 from busload_runtime.executors.reference import ReferenceExecutor
 
-AnyExecutor = CpuExecutor | ReferenceExecutor
+AnyExecutor = CpuExecutor | CudaExecutor | ReferenceExecutor
 GREEDY = SamplingParams(temperature=0)
 
 

@@ -1,0 +1,114 @@
+"""From logits to tokens: what requests ask for is put on the device with the step, and applied there to all rows."""
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from busload_runtime.engine.plan import Chunk, Sampled, SamplingParams, Shaping
+from busload_runtime.executors.errors import ExecutorError
+from busload_runtime.executors.sampling import history_of, logprobs_of
+from busload_runtime.executors.torch_model.ops import Draws, Ops, Tensor
+from busload_runtime.executors.torch_model.step import Arrays
+
+_PREFIX = "draw_"
+_FIELDS = {
+    "temperature": np.float32,
+    "top_k": np.int32,
+    "top_p": np.float32,
+    "min_p": np.float32,
+    "seed": np.int64,
+    "sample_index": np.int32,
+}
+NOT_FINITE = -1
+"""In place of a token where the logits were not numbers."""
+
+
+def draw_arrays(drawing: Sequence[Chunk]) -> Arrays:
+    """The columns of `Draws` for chunks that draw, each named with a prefix."""
+    params = [params_of(chunk) for chunk in drawing]
+    columns = {
+        "temperature": [one.temperature for one in params],
+        "top_k": [min(one.top_k, 2**31 - 1) for one in params],
+        "top_p": [one.top_p for one in params],
+        "min_p": [one.min_p for one in params],
+        "seed": [(one.seed + 2**63) % 2**64 - 2**63 for one in params],
+        "sample_index": [chunk.sample_index for chunk in drawing],
+    }
+    return {_PREFIX + name: np.array(column, _FIELDS[name]) for name, column in columns.items()}
+
+
+def draws_of(tensors: Mapping[str, Tensor]) -> Draws:
+    return Draws(**{name: tensors[_PREFIX + name] for name in _FIELDS})
+
+
+def draw(logits: Tensor, draws: Draws, ops: Ops) -> Tensor:
+    """Tokens [rows] int32 for logits [rows, vocab], `NOT_FINITE` for rows that hold what is not a number."""
+    finite = torch.isfinite(logits).all(1)
+    return torch.where(finite, ops.sample(logits.nan_to_num(), draws), NOT_FINITE)
+
+
+def draw_shaped(logits: Tensor, drawing: Sequence[Chunk], masks: Mapping[int, bytes], draws: Draws, ops: Ops) -> Tensor:
+    """`draw` after bias, penalties and masks, where there are any."""
+    finite = torch.isfinite(logits).all(1)
+    shaped = logits.nan_to_num()
+    for row, chunk in zip(shaped, drawing, strict=True):
+        shaping = params_of(chunk).shaping
+        if shaping is not None:
+            history = history_of(chunk)
+            shape(row, shaping, history, min(chunk.sample_index, len(history)))
+        if chunk.request_id in masks:
+            _apply_mask(row, masks[chunk.request_id])
+    return torch.where(finite, ops.sample(shaped, draws), NOT_FINITE)
+
+
+def needs_shaping(drawing: Sequence[Chunk], masks: Mapping[int, bytes]) -> bool:
+    return bool(masks) or any(params_of(chunk).shaping is not None for chunk in drawing)
+
+
+def shape(row: Tensor, shaping: Shaping, history: "array[int]", num_drawn: int) -> None:
+    """`executors.sampling.shape` on a device, in place: only the tokens concerned travel."""
+    if shaping.logit_bias:
+        ids, biases = zip(*shaping.logit_bias, strict=True)
+        _update(row, ids, lambda x: x + torch.tensor(biases, dtype=torch.float64, device=row.device))
+    if not len(history):
+        return
+    tokens = np.frombuffer(history, np.intc)
+    seen = np.unique(tokens)
+    counts = np.bincount(tokens[len(tokens) - num_drawn :], minlength=int(seen[-1]) + 1)[seen]
+    penalties = torch.from_numpy(shaping.frequency_penalty * counts + shaping.presence_penalty * (counts > 0))
+    factor = shaping.repetition_penalty
+    _update(row, seen, lambda x: torch.where(x > 0, x / factor, x * factor) - penalties.to(row.device))
+
+
+def sampled(drawing: Sequence[Chunk], tokens: Sequence[int], logits: Tensor) -> list[Sampled]:
+    """The answers, with log-probabilities where asked. Raises `ExecutorError` at `NOT_FINITE`."""
+    answers = []
+    for row, (chunk, token) in enumerate(zip(drawing, tokens, strict=True)):
+        if token == NOT_FINITE:
+            raise ExecutorError(
+                f"request {chunk.request_id}: the model's output is not a number at position {chunk.length_after}; "
+                "its weights are corrupt, download the model again"
+            )
+        wanted = params_of(chunk).logprobs
+        logprobs = None if wanted is None else logprobs_of(logits[row].cpu().numpy(), token, wanted)
+        answers.append(Sampled(chunk.request_id, token, logprobs))
+    return answers
+
+
+def params_of(chunk: Chunk) -> SamplingParams:
+    assert chunk.sampling is not None
+    return chunk.sampling
+
+
+def _update(row: Tensor, ids: Sequence[int] | NDArray[np.intc], change: Callable[[Tensor], Tensor]) -> None:
+    at = torch.as_tensor(np.asarray(ids, np.int64)).to(row.device)
+    row[at] = change(row[at].double()).float()
+
+
+def _apply_mask(row: Tensor, mask: bytes) -> None:
+    packed = torch.frombuffer(bytearray(mask), dtype=torch.uint8).to(row.device)
+    bits = packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=row.device) & 1
+    row.masked_fill_(bits.flatten()[: len(row)] == 0, -torch.inf)

@@ -1,0 +1,124 @@
+"""What a step looks like to the model: flat arrays over all its tokens, made from a plan's chunks on the host.
+
+Decoding requests (one token) come first, prompt pieces after them: attention has a kernel for each. Everything travels
+to the device in one copy (`Staging`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import DTypeLike, NDArray
+
+from busload_runtime.engine.plan import Chunk
+
+Arrays: TypeAlias = dict[str, NDArray[Any]]
+
+_ALIGNMENT = 16
+"""Bytes at whose multiples kernels want tensors to begin."""
+_TORCH = {"i": torch.int32, "l": torch.int64, "f": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step on the device. T tokens, of which the first D decode; P prompt pieces; R drawing rows; W blocks of the
+    longest request."""
+
+    tokens: torch.Tensor
+    """[T] int32"""
+    positions: torch.Tensor
+    """[T] int32"""
+    slots: torch.Tensor
+    """[T] int64: block * block size + place, where keys and values go; negative: padding, nowhere."""
+    rows: torch.Tensor
+    """[R] int32: which tokens are followed by a draw."""
+    decode_tables: torch.Tensor
+    """[D, W] int32"""
+    decode_lengths: torch.Tensor
+    """[D] int32: cached tokens, the new one among them; 0: padding."""
+    piece_tables: torch.Tensor
+    """[P, W] int32"""
+    piece_lengths: torch.Tensor
+    """[P] int32"""
+    piece_starts: torch.Tensor
+    """[P + 1] int32: piece p has the tokens D + piece_starts[p] .. D + piece_starts[p + 1] - 1."""
+    extras: Mapping[str, torch.Tensor]
+    """What else the operations asked for: lists of work of the attention kernels."""
+
+    @property
+    def num_decodes(self) -> int:
+        return len(self.decode_lengths)
+
+
+def in_order(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """Decodes, then prompt pieces, each in the order of the plan."""
+    return sorted(chunks, key=lambda chunk: len(chunk.tokens) > 1)
+
+
+def arrange(chunks: Sequence[Chunk], rows: Sequence[int], block_size: int) -> Arrays:
+    """The arrays of `Step` for `chunks`, which are `in_order`; `rows` are the drawing tokens, counted over all."""
+    counts = [len(chunk.tokens) for chunk in chunks]
+    starts = np.array([chunk.start for chunk in chunks], np.int32)
+    lengths = starts + np.array(counts, np.int32)
+    num_decodes = sum(count == 1 for count in counts)
+    tables = np.zeros((len(chunks), max((-(-int(n) // block_size) for n in lengths), default=0)), np.int32)
+    for table, chunk, length in zip(tables, chunks, lengths.tolist(), strict=True):
+        used = -(-length // block_size)
+        table[:used] = chunk.blocks[:used]
+    request = np.repeat(np.arange(len(chunks)), counts)
+    first = np.cumsum([0, *counts])
+    positions = starts[request] + (np.arange(first[-1]) - first[request]).astype(np.int32)
+    blocks = tables[request, positions // block_size].astype(np.int64)
+    return {
+        "tokens": np.array([token for chunk in chunks for token in chunk.tokens], np.int32),
+        "positions": positions.astype(np.int32),
+        "slots": blocks * block_size + positions % block_size,
+        "rows": np.array(rows, np.int32),
+        "decode_tables": tables[:num_decodes],
+        "decode_lengths": lengths[:num_decodes],
+        "piece_tables": tables[num_decodes:],
+        "piece_lengths": lengths[num_decodes:],
+        "piece_starts": (first[num_decodes:] - num_decodes).astype(np.int32),
+    }
+
+
+def step_of(tensors: Mapping[str, torch.Tensor]) -> Step:
+    """The step of `arrange`'s tensors; those that it does not know are the operations' own."""
+    own = {name: tensors[name] for name in Step.__slots__ if name != "extras"}
+    return Step(**own, extras={name: tensor for name, tensor in tensors.items() if name not in own})
+
+
+class Staging:
+    """Host arrays and device tensors of fixed shapes, by name, each side in one piece of memory: one copy moves all.
+
+    The host side is pinned where the device is a GPU, so that the copy runs beside the host's work; it must not be
+    written again before the copy is over (`upload` is ordered before what the device is told next).
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[tuple[int, ...], DTypeLike]], device: torch.device) -> None:
+        offsets, size = {}, 0
+        for name, (shape, dtype) in shapes.items():
+            offsets[name] = size
+            size += -(-int(np.prod(shape)) * np.dtype(dtype).itemsize // _ALIGNMENT) * _ALIGNMENT
+        self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._device = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.host: Arrays = {}
+        self.device: dict[str, torch.Tensor] = {}
+        for name, (shape, dtype) in shapes.items():
+            part = slice(offsets[name], offsets[name] + int(np.prod(shape)) * np.dtype(dtype).itemsize)
+            self.host[name] = self._host[part].numpy().view(dtype).reshape(shape)
+            self.device[name] = self._device[part].view(_TORCH[np.dtype(dtype).char]).view(shape)
+
+    @classmethod
+    def of(cls, arrays: Arrays, device: torch.device) -> "Staging":
+        """Filled with `arrays`, and uploaded."""
+        staging = cls({name: (array.shape, array.dtype) for name, array in arrays.items()}, device)
+        for name, array in arrays.items():
+            staging.host[name][...] = array
+        staging.upload()
+        return staging
+
+    def upload(self) -> None:
+        self._device.copy_(self._host, non_blocking=True)
