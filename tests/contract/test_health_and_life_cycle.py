@@ -15,10 +15,10 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import START, LiveServer, events, eventually, running
+from live_server import BUNDLED, START, LiveServer, events, eventually, running
 from tiny_gguf import byte_token, write_tiny_model
 
-PROBES = ("/health/startup", "/health/ready", "/health/live", "/metrics")
+PROBES = ("/health/startup", "/health/ready", "/health/live", "/health", "/metrics")
 
 
 @contextmanager
@@ -67,19 +67,20 @@ def test_not_ready_before_a_token_was_produced_and_ready_from_then_on(tmp_path: 
     command = [sys.executable, "-c", START, "serve", f"--port={port}", "--memory=2000000000"]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(command, stderr=log)
-    seen: list[tuple[int, int, int]] = []
+    seen: list[tuple[int, int, int, int]] = []
     refused = None
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
             eventually(lambda: _listens(port))
             while not seen or seen[-1][0] != 200:
-                startup, ready, live = (http.get(path).status_code for path in PROBES[:3])
-                seen.append((startup, ready, live))
+                startup, ready, live, short = (http.get(path).status_code for path in PROBES[:4])
+                seen.append((startup, ready, live, short))
                 if startup != 200 and refused is None:
                     refused = http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 1})
-            assert seen[0] == (503, 503, 200)
-            assert set(seen[:-1]) <= {(503, 503, 200), (503, 200, 200)}  # the second: it became ready in between
-            assert seen[-1] == (200, 200, 200)
+            assert seen[0] == (503, 503, 200, 503)
+            # The others: it became ready in between.
+            assert set(seen[:-1]) <= {(503, 503, 200, 503), (503, 503, 200, 200), (503, 200, 200, 200)}
+            assert seen[-1] == (200, 200, 200, 200)
             assert refused is not None
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "loading")
             assert int(refused.headers["retry-after"]) >= 1
@@ -87,6 +88,16 @@ def test_not_ready_before_a_token_was_produced_and_ready_from_then_on(tmp_path: 
     finally:
         process.kill()
         process.wait()
+
+
+def test_head_is_get_without_the_content(server: LiveServer) -> None:
+    """Load balancers ask with HEAD. The connection can be used again: nothing of the content was sent."""
+    with httpx.Client(base_url=server.url, timeout=30) as http:
+        for path in (*PROBES, "/v1/models", f"/v1/models/{BUNDLED}", "/openapi.json", "/v1/completions", "/v1/nothing"):
+            whole, head = http.get(path), http.head(path)
+            assert (head.status_code, head.content) == (whole.status_code, b"")
+            assert head.headers["content-type"] == whole.headers["content-type"]
+            assert path == "/metrics" or head.headers["content-length"] == whole.headers["content-length"]
 
 
 def _listens(port: int) -> bool:
@@ -147,7 +158,7 @@ def test_huge_bodies_do_not_hold_health_up(server: LiveServer) -> None:
     readable = 2**20
     numbers = b'{"prompt": [%b1]}' % (b"1," * (readable // 2))
     nested = b'{"prompt": "x", "user": %b}' % (b"[" * (readable // 2) + b"]" * (readable // 2))
-    names = b'{"prompt": "x", %b"y": 1}' % b"".join(b'"k%d": 1, ' % i for i in range(readable // 14))
+    names = b'{"prompt": "x", "max_tokens": 1, %b"y": 1}' % b"".join(b'"k%d": 1, ' % i for i in range(readable // 14))
     escapes = b'{"prompt": "%b"}' % (b"\\u0e01" * (readable // 6))
     messages = b'{"messages": [%b{"role": "user", "content": "x"}]}' % (b'{"role":"user"},' * (readable // 16))
     with probing(server, *PROBES) as probes:
@@ -245,25 +256,42 @@ def test_sigterm_waits_no_longer_than_it_may_for_a_client_that_reads_nothing(tmp
         assert "Traceback" not in server.log
 
 
-def test_a_log_that_nobody_reads_holds_nothing_up(tmp_path: Path, tiny: Path) -> None:
-    """Its pipe is full after some hundred lines; then lines are dropped, and said to be, once somebody reads."""
+@contextmanager
+def unread(model: Path) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]]:
+    """A server whose log goes into a pipe that nobody reads, and which is full."""
     port = free_port()
-    command = [sys.executable, "-c", START, "serve", f"--port={port}", "--memory=2000000000", f"--model={tiny}"]
+    command = [sys.executable, "-c", START, "serve", f"--port={port}", "--memory=2000000000", f"--model={model}"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
             eventually(lambda: _listens(port) and http.get("/health/ready").status_code == 200)
             for _ in range(1000):
                 assert http.get("/v1/models", timeout=5).status_code == 200
-            assert http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 3}).status_code == 200
-            assert process.stderr is not None
-            read = os.read(process.stderr.fileno(), 1 << 16)
-            assert http.get("/v1/models").status_code == 200
-            process.send_signal(signal.SIGTERM)
-            read += process.stderr.read()
-        assert process.wait(30) == 0
+            yield process, http
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_log_that_nobody_reads_holds_nothing_up(tiny: Path) -> None:
+    """Its pipe is full after some hundred lines; then lines are dropped, and said to be, once somebody reads."""
+    with unread(tiny) as (process, http):
+        assert http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 3}).status_code == 200
+        assert process.stderr is not None
+        read = os.read(process.stderr.fileno(), 1 << 16)
+        assert http.get("/v1/models").status_code == 200
+        process.send_signal(signal.SIGTERM)
+        read += process.stderr.read()
+        assert process.wait(30) == 0
     assert re.search(rb"serve: [0-9]+ log lines were dropped", read)
     assert read.endswith(b"stopped\n")
+
+
+def test_a_log_that_nobody_reads_hides_no_failure(tmp_path: Path) -> None:
+    """A step fails: its client is told and the process ends, although the log takes no word of it."""
+    broken = byte_token(ord("%"))
+    with unread(write_tiny_model(tmp_path / "broken.gguf", broken_token=broken)) as (process, http):
+        failed = http.post("/v1/completions", json={"prompt": "hello%"})
+        assert (failed.status_code, failed.json()["error"]["code"]) == (500, "engine_error")
+        assert "not a number" in failed.json()["error"]["message"]
+        assert process.wait(30) == 1

@@ -123,8 +123,8 @@ def _run(link: Link, options: argparse.Namespace, load: LoadExecutor, load_vocab
         )
         return 2
     except Exception as error:
-        _print_traceback()
         link.send(Failed(f"the engine could not start: {type(error).__name__}: {_one_line(error)}"))
+        _print_traceback()
         return 1
     link.send(ready)
     try:
@@ -132,8 +132,8 @@ def _run(link: Link, options: argparse.Namespace, load: LoadExecutor, load_vocab
     except LinkClosed:
         return 0
     except Exception as error:
-        _print_traceback()
         link.send(Failed(f"the engine failed: {type(error).__name__}: {_one_line(error)}"))
+        _print_traceback()
     return 1
 
 
@@ -247,7 +247,11 @@ def _pace(message: ApplyLimits) -> Pace:
 
 
 def _print_traceback() -> None:
-    with contextlib.suppress(OSError):  # a log that takes nothing must not hide the failure from the HTTP process
+    """Of the failure that was just told: a log that takes nothing must neither hide it nor keep this process alive.
+
+    By then the HTTP process has seen the socket's message, and it ends what does not end by itself.
+    """
+    with contextlib.suppress(OSError):
         traceback.print_exc()
 
 

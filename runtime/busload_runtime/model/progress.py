@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import time
 from collections.abc import Callable
 
@@ -10,8 +11,12 @@ _STDERR = 2
 
 
 def _write(line: str) -> None:
-    with contextlib.suppress(OSError):  # a log that takes no more must not stop the loading
-        os.write(_STDERR, f"{line}\n".encode(errors="backslashreplace"))
+    """A log that takes no more, or that nobody reads, must not stop the loading."""
+    with contextlib.suppress(OSError):
+        poll = select.poll()
+        poll.register(_STDERR, select.POLLOUT)
+        if any(events & select.POLLOUT for _, events in poll.poll(0)):
+            os.write(_STDERR, f"{line}\n".encode(errors="backslashreplace")[: select.PIPE_BUF])
 
 
 class LoadProgress:

@@ -111,7 +111,7 @@ class Admission:
         if self.live + count > self.seats + queue:
             raise self._full(f"{max(0, self.live - self.seats)} requests wait, the queue holds {queue}", tenant)
         self._check_share(count, tenant)
-        self._check_tokens(count, tenant)  # each has one at least: a queue that is full costs no tokenising
+        self.check_tokens(count, tenant)  # each has one at least: a queue that is full costs no tokenising
         self._check_seconds(tenant, patience)
 
     def take(self, count: int, promised: bool = False, tenant: Tenant = ANYBODY, patience: float = math.inf) -> None:
@@ -121,9 +121,21 @@ class Admission:
             holder.live += count
             holder.waiting += count
 
+    def check_tokens(self, tokens: int, tenant: Tenant = ANYBODY) -> None:
+        """Whether so many prompt tokens may wait. Raises 429."""
+        most, waiting = self.limits.max_queued_tokens, self.waiting_tokens
+        if waiting and waiting + tokens > most:
+            raise self._full(f"{waiting} prompt tokens wait, {tokens} more would exceed the queue's {most}", tenant)
+        if not tenant.bounded or tenant.name not in self._tenants:
+            return
+        own, share = self._tenants[tenant.name].tokens, math.floor(TENANT_SHARE * most)
+        if own and own + tokens > share:
+            what = f"{own} prompt tokens of this tenant wait, {tokens} more would exceed its share of {share}"
+            raise self._full(what, tenant, "tenant_limit")
+
     def queue_tokens(self, tokens: int, tenant: Tenant = ANYBODY) -> None:
         """Counts prompt tokens as waiting. Raises 429 when too many wait; alone in the queue any prompt may enter."""
-        self._check_tokens(tokens, tenant)
+        self.check_tokens(tokens, tenant)
         for holder in (self.all, self._held(tenant)):
             holder.tokens += tokens
 
@@ -180,17 +192,6 @@ class Admission:
                 tenant,
                 "tenant_limit",
             )
-
-    def _check_tokens(self, tokens: int, tenant: Tenant) -> None:
-        most, waiting = self.limits.max_queued_tokens, self.waiting_tokens
-        if waiting and waiting + tokens > most:
-            raise self._full(f"{waiting} prompt tokens wait, {tokens} more would exceed the queue's {most}", tenant)
-        if not tenant.bounded or tenant.name not in self._tenants:
-            return
-        own, share = self._tenants[tenant.name].tokens, math.floor(TENANT_SHARE * most)
-        if own and own + tokens > share:
-            what = f"{own} prompt tokens of this tenant wait, {tokens} more would exceed its share of {share}"
-            raise self._full(what, tenant, "tenant_limit")
 
     def _check_seconds(self, tenant: Tenant, patience: float) -> None:
         seconds = self.queue_seconds(tenant)

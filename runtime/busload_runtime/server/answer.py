@@ -24,7 +24,7 @@ from busload_runtime.server.sampling import submits_of
 from busload_runtime.server.service import Service
 from busload_runtime.server.tenants import Tenant
 from busload_runtime.server.text import TextStream
-from busload_runtime.server.tokenise import PromptEncoder
+from busload_runtime.server.tokenise import Admit, PromptEncoder
 from busload_runtime.server.tool_calls import CallsOfTools, ToolCallParser, add_calls, chunk_choices
 from busload_runtime.server.trace import Trace
 
@@ -44,7 +44,7 @@ class Endpoint(Generic[Body]):
     id_prefix: str
     object: str
     chunk_object: str
-    tokenise: Callable[[Body, PromptEncoder, int], Coroutine[Any, Any, list[list[int]]]]
+    tokenise: Callable[[Body, PromptEncoder, int, Admit], Coroutine[Any, Any, list[list[int]]]]
     """Token ids of each prompt; the number is the sequence limit. Raises `ApiError`."""
     constrain: Callable[[Body, PromptEncoder, CheckGrammar], Coroutine[Any, Any, str]]
     """The grammar of the answer, empty if it may be anything. Raises `ApiError`."""
@@ -115,9 +115,7 @@ class _Call(Generic[Body]):
         streaming = False
         try:
             receive = self.request.receive
-            prompts = await until_disconnect(
-                receive, self.endpoint.tokenise(body, text, self.service.limits.max_sequence_length)
-            )
+            prompts = await until_disconnect(receive, self._tokenise(body, text))
             grammar = await until_disconnect(receive, self.endpoint.constrain(body, text, self.service.grammars.check))
             self._submit(body, prompts, text, ready, grammar)
             if not body.stream:
@@ -133,6 +131,12 @@ class _Call(Generic[Body]):
 
     def _admit(self, check: Callable[[int, bool, Tenant, float], None], sequences: int) -> None:
         check(sequences, self.trace.promised, self.trace.tenant, self.deadline.patience)
+
+    async def _tokenise(self, body: Body, text: PromptEncoder) -> list[list[int]]:
+        def admit(prompt_tokens: int) -> None:
+            self.service.admission.check_tokens((body.n or 1) * prompt_tokens, self.trace.tenant)
+
+        return await self.endpoint.tokenise(body, text, self.service.limits.max_sequence_length, admit)
 
     def _submit(self, body: Body, prompts: list[list[int]], text: PromptEncoder, ready: Ready, grammar: str) -> None:
         submits = submits_of(

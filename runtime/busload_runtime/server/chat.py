@@ -11,13 +11,13 @@ from busload_runtime.server.errors import invalid
 from busload_runtime.server.logprobs import ScoredToken
 from busload_runtime.server.protocol import ChatRequest, Message
 from busload_runtime.server.sampling import check_length
-from busload_runtime.server.tokenise import PromptEncoder
+from busload_runtime.server.tokenise import Admit, PromptEncoder
 from busload_runtime.server.tools import calls_of, chat_grammar, rendered_calls, rendered_tools
 
 
-async def _tokenise(body: ChatRequest, text: PromptEncoder, limit: int) -> list[list[int]]:
+async def _tokenise(body: ChatRequest, text: PromptEncoder, limit: int, admit: Admit) -> list[list[int]]:
     tools = rendered_tools(body, text.model)
-    ids = await text.encode_chat(plain_messages(body.messages, text.model), limit, tools=tools)
+    ids = await text.encode_chat(plain_messages(body.messages, text.model), limit, tools=tools, admit=admit)
     check_length(len(ids), limit, "messages")
     return [ids]
 

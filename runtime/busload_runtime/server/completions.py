@@ -11,20 +11,20 @@ from busload_runtime.server.errors import invalid
 from busload_runtime.server.logprobs import ScoredToken
 from busload_runtime.server.protocol import CompletionRequest
 from busload_runtime.server.sampling import check_length
-from busload_runtime.server.tokenise import PromptEncoder
+from busload_runtime.server.tokenise import Admit, PromptEncoder
 
 
-async def _tokenise(body: CompletionRequest, text: PromptEncoder, limit: int) -> list[list[int]]:
+async def _tokenise(body: CompletionRequest, text: PromptEncoder, limit: int, admit: Admit) -> list[list[int]]:
     prompt = body.prompt
     if isinstance(prompt, str):
-        return await text.encode({"prompt": prompt}, limit)
+        return await text.encode({"prompt": prompt}, limit, admit)
     if not prompt:
         raise invalid("prompt is empty; give at least one token", "prompt")
     if isinstance(prompt[0], int):
         return [_token_ids(prompt, text, limit, "prompt")]
     texts = {f"prompt[{i}]": item for i, item in enumerate(prompt) if isinstance(item, str)}
     if len(texts) == len(prompt):
-        return await text.encode(texts, limit)
+        return await text.encode(texts, limit, admit)
     lists = {f"prompt[{i}]": item for i, item in enumerate(prompt) if isinstance(item, list)}
     if len(lists) == len(prompt):
         return [_token_ids(ids, text, limit, param) for param, ids in lists.items()]

@@ -13,9 +13,6 @@ from busload_runtime.server.service import Service
 from busload_runtime.server.tenants import ANYBODY, Tenant, tenant_of_header
 from busload_runtime.server.trace import Trace
 
-# Asked for every few seconds by probes and scrapers, and a 503 is one of their normal answers: not logged.
-_QUIET_PATHS = ("/health/", "/metrics")
-
 
 class Edge:
     """ASGI middleware around the whole app (plain ASGI, so that streaming and disconnects pass untouched)."""
@@ -50,14 +47,16 @@ class Edge:
         self._service.open_responses += 1
         try:
             trace.tenant = self._tenant(scope)
-            await self._app(scope, receive, send_marked)
+            # HEAD is GET without the content (RFC 9110, 9.3.2), which the connection leaves out by the scope it made.
+            routed = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+            await self._app(routed, receive, send_marked)
         except ApiError as error:  # of this layer; the app answers its own
             trace.reason = error.code
             self._service.metrics.refused(error.reason or "invalid")
             await error.response()(scope, receive, send_marked)
         finally:
             self._service.open_responses -= 1
-            if status not in (200, 503) or not scope["path"].startswith(_QUIET_PATHS):
+            if status not in (200, 503) or not _is_open(scope["path"]):
                 self._tell(scope, status, trace)
 
     def _tell(self, scope: Scope, status: int, trace: Trace) -> None:
@@ -76,5 +75,6 @@ class Edge:
 
 
 def _is_open(path: str) -> bool:
-    """Probes and scrapers come without a key, from inside the cluster, and see no text."""
-    return path == "/metrics" or path.startswith("/health/")
+    """Probes and scrapers come every few seconds, from inside the cluster, without a key, and see no text. They are not
+    logged either: a 503 is one of their normal answers."""
+    return path in ("/metrics", "/health") or path.startswith("/health/")

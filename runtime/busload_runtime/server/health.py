@@ -7,7 +7,9 @@ from busload_runtime.server.service import Service
 
 
 def health_routes(service: Service) -> APIRouter:
-    """`/health/startup`, `/health/ready`, `/health/live`; 200 or 503 with the reason."""
+    """`/health/startup`, `/health/ready`, `/health/live`; 200 or 503 with the reason.
+
+    `/health` is another name of the second: clients of llama.cpp and vLLM ask it whether requests are answered now."""
     routes = APIRouter(prefix="/health")
 
     @routes.get("/startup")
@@ -15,6 +17,7 @@ def health_routes(service: Service) -> APIRouter:
         """200 once the model is loaded and a real token was produced."""
         return _answer(_not_started(service))
 
+    @routes.get("")
     @routes.get("/ready")
     async def ready() -> JSONResponse:
         """200 while new requests are welcome."""

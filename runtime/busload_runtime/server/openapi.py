@@ -38,6 +38,7 @@ _READING = (400, 401, 404, 405, 408, 413, 429, 500, 503)
 
 _DESCRIPTION = """\
 The OpenAI API for text, of one model. Each answer has `X-Request-Id`, and those that are not 2xx the body of `Error`.
+What takes GET takes HEAD.
 
 A client that leaves ends its request at once, queued or running. Nobody reads an answer then: 499 appears in the access
 log alone. What goes wrong once a stream has begun ends it with an event that holds an `Error`, and without `[DONE]`.
@@ -83,6 +84,7 @@ OPERATIONS = (
     ),
     Operation("get", "/v1/models", "listModels", "The model, with its limits", responses.ModelList, None, (401, 405)),
     Operation("get", "/v1/models/{name}", "getModel", "One model", responses.Model, None, (401, 404, 405)),
+    Operation("get", "/health", "health", "The same as /health/ready", responses.Health, None, (405,)),
     Operation("get", "/health/startup", "startup", "Whether a real token was produced", responses.Health, None, (405,)),
     Operation("get", "/health/ready", "ready", "Whether new requests are welcome", responses.Health, None, (405,)),
     Operation("get", "/health/live", "live", "Whether the engine makes progress", responses.Health, None, (405,)),

@@ -3,6 +3,10 @@
 msgspec rather than pydantic: a body may carry millions of token ids, and msgspec checks them without freezing the loop.
 """
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -268,39 +272,59 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (None, False),
 }
 
+_SHORT_BYTES = 256
+_asked = msgspec.json.Decoder(
+    msgspec.defstruct("Asked", [(param, msgspec.Raw, msgspec.Raw()) for param in (*_NEUTRAL, "n", "best_of")])
+)
+"""What is in a body of the parameters that are looked at by hand; empty where there is none."""
+
 Body = TypeVar("Body", bound=msgspec.Struct)
 Request = TypeVar("Request", bound=Sampled)
 
 
 def decode_request(body: bytes, kind: type[Request]) -> Request:
     """The request in a JSON body. Raises `ApiError` 400 that names the parameter."""
-    raw = decode_object(body)
-    request = convert(raw, kind)
+    request = decode_body(body, kind)
     request.check()
     return request
 
 
-def decode_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in a body. Raises `ApiError` 400."""
+def decode_body(body: bytes, kind: type[Body]) -> Body:
+    """The JSON object in a body as `kind`. Raises `ApiError` 400 that names the parameter, also for one that is not
+    supported.
+
+    Nothing else runs meanwhile, and a megabyte can hold half a million values. So it is decoded straight to its type,
+    which makes no objects of what nobody reads, and the collector, which would walk over the others again and again,
+    waits: five megabytes of lists take 0.2 s instead of 1.4 s.
+    """
     try:
-        raw = msgspec.json.decode(body)
+        with _no_collection():
+            asked = _asked.decode(body)
+            request: Body = _decoder(kind).decode(body)
     except RecursionError:
         raise invalid("the body is nested too deeply") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise invalid(f"the body is not valid JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise invalid(f"the body must be a JSON object, got {type(raw).__name__}")
-    return raw
-
-
-def convert(raw: dict[str, Any], kind: type[Body]) -> Body:
-    """The object as `kind`. Raises `ApiError` 400 that names the parameter, also for one that is not supported."""
-    try:
-        body = msgspec.convert(raw, kind, str_keys=True)  # token ids of logit_bias are keys
     except msgspec.ValidationError as error:
         raise _named(error) from None
-    _refuse_unsupported(raw, kind.__struct_fields__)
-    return body
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid(f"the body is not valid JSON: {error}") from None
+    _refuse_unsupported(asked, kind.__struct_fields__)
+    return request
+
+
+@cache
+def _decoder(kind: type[Body]) -> msgspec.json.Decoder[Body]:
+    return msgspec.json.Decoder(kind)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _named(error: msgspec.ValidationError) -> ApiError:
@@ -320,20 +344,29 @@ def _named(error: msgspec.ValidationError) -> ApiError:
     return invalid(what)
 
 
-def _refuse_unsupported(raw: dict[str, Any], known: tuple[str, ...]) -> None:
+def _refuse_unsupported(asked: msgspec.Struct, known: tuple[str, ...]) -> None:
     for param, neutral in _NEUTRAL.items():
-        if param in known or param not in raw:
+        if param in known or (value := _short(asked, param)) is msgspec.UNSET:
             continue
-        value = raw[param]
         if not any(value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in neutral):
             raise invalid(
                 f"{param} is not supported by this server (only {_words(neutral)}); leave it out",
                 param,
                 "unsupported_parameter",
             )
-    choices = raw.get("n") or 1
-    if raw.get("best_of") not in (None, choices):
-        raise invalid(f"best_of must equal n ({choices}), got {raw['best_of']!r:.80}; leave it out", "best_of")
+    choices = _short(asked, "n")
+    choices = 1 if choices in (None, msgspec.UNSET) else choices
+    best_of = _short(asked, "best_of")
+    if best_of not in (None, msgspec.UNSET, choices):
+        raise invalid(f"best_of must equal n ({choices}), got {best_of!r:.80}; leave it out", "best_of")
+
+
+def _short(asked: msgspec.Struct, param: str) -> Any:
+    """The value of a parameter, itself as JSON if it is too long to ask for nothing; UNSET if it is not there."""
+    raw = bytes(getattr(asked, param))
+    if not raw:
+        return msgspec.UNSET
+    return msgspec.json.decode(raw) if len(raw) <= _SHORT_BYTES else raw
 
 
 def unsupported_words() -> str:

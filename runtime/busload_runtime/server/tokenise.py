@@ -12,6 +12,8 @@ from busload_runtime.server.errors import invalid
 from busload_runtime.server.sampling import check_length
 
 T = TypeVar("T")
+Admit = Callable[[int], None]
+"""Told how many tokens are expected, before any work. Raises `ApiError` when even so many are not welcome."""
 
 # Below this a hand-over to a thread costs more than the work.
 _INLINE_BYTES = 4000
@@ -20,6 +22,10 @@ _MESSAGE_BYTES = 64
 # Unicode composition, which some tokenisers begin with, makes a text at most this much shorter in UTF-8
 # (https://unicode.org/faq/normalization.html, "what are the maximum expansion factors").
 _COMPOSITION_FACTOR = 3
+# Of a token, while nothing is known of the texts that come; of English it is 4.
+_TYPICAL_BYTES = 8
+# Texts so far back count half, those twice as far a quarter, ...
+_REMEMBERED_BYTES = 2**20
 
 
 class PromptEncoder:
@@ -29,15 +35,18 @@ class PromptEncoder:
         self.model = model
         tokenizer = model.tokenizer
         self._bytes_per_token = tokenizer.longest_token() * _COMPOSITION_FACTOR
+        self._seen_bytes, self._seen_tokens = _TYPICAL_BYTES, 1
 
-    async def encode(self, prompts: dict[str, str], limit: int) -> list[list[int]]:
+    async def encode(self, prompts: dict[str, str], limit: int, admit: Admit) -> list[list[int]]:
         """Token ids of texts, given by the name of their parameter; `limit` is the longest sequence allowed.
 
         What is certainly longer is refused without tokenising it; what turns out to be is for the caller to refuse.
         """
         size = sum(self._check_size(prompt, limit, param) for param, prompt in prompts.items())
+        admit(self._few_tokens(size))
         encode = self.model.tokenizer.encode
         encoded = await _run(size, lambda: [encode(prompt, special=False) for prompt in prompts.values()])
+        self._learn(size, sum(map(len, encoded)))
         for param, ids in zip(prompts, encoded, strict=True):
             if not ids:
                 raise invalid(f"{param} is empty; give at least one token", param)
@@ -54,6 +63,7 @@ class PromptEncoder:
         limit: int,
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
+        admit: Admit = lambda tokens: None,
     ) -> list[int]:
         """Token ids of a conversation in the model's own chat format; `limit` as in `encode`."""
         check_length(len(messages), limit, "messages", exact=False)  # each is a token at the very least
@@ -61,6 +71,7 @@ class PromptEncoder:
         self._check_length(size, limit, "messages")
         size += self._check_json(tools, limit, "tools") if tools else 0
         size += self._check_json([m["tool_calls"] for m in messages if "tool_calls" in m], limit, "messages")
+        admit(self._few_tokens(size))
         try:
             return await _run(
                 size + _MESSAGE_BYTES * len(messages),
@@ -91,6 +102,16 @@ class PromptEncoder:
             if not 0 <= token < vocab_size:
                 raise invalid(f"{param}: token id {token} is outside 0 to {vocab_size - 1}", param)
         return ids
+
+    def _few_tokens(self, size: int) -> int:
+        """Half of the tokens that so many bytes usually are here: hardly ever more than they turn out to be."""
+        return size * self._seen_tokens // (2 * self._seen_bytes)
+
+    def _learn(self, size: int, tokens: int) -> None:
+        self._seen_bytes += size
+        self._seen_tokens += tokens
+        if self._seen_bytes > _REMEMBERED_BYTES:
+            self._seen_bytes, self._seen_tokens = self._seen_bytes // 2, max(1, self._seen_tokens // 2)
 
     def _check_size(self, text: str, limit: int, param: str) -> int:
         """UTF-8 bytes of a text that is Unicode and not certainly too long."""

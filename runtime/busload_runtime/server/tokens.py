@@ -11,7 +11,7 @@ from busload_runtime.server.answer import told
 from busload_runtime.server.chat import plain_messages
 from busload_runtime.server.disconnect import until_disconnect
 from busload_runtime.server.errors import ApiError, invalid
-from busload_runtime.server.protocol import DetokenizeRequest, TokenizeRequest, convert, decode_object
+from busload_runtime.server.protocol import DetokenizeRequest, TokenizeRequest, decode_body
 from busload_runtime.server.service import Service
 from busload_runtime.server.tokenise import PromptEncoder
 from busload_runtime.server.tools import rendered_tools
@@ -51,7 +51,7 @@ class TokenRoutes:
             )
         self._busy += 1
         try:
-            body = convert(decode_object(content), kind)
+            body = decode_body(content, kind)
             self._service.check_model(body.model)
             answer = await until_disconnect(request.receive, work(body, text))
             return Response(msgspec.json.encode(answer), media_type="application/json")
