@@ -19,6 +19,7 @@ image is made of the distribution's own packages. Archives and everything else a
 (~/.cache/busload); what did not change is not built, loaded or pushed again.
 
   .venv/bin/python -m e2e.images build                        both images
+  .venv/bin/python -m e2e.images build runtime-gpu            localhost/busload-runtime-gpu:dev (5 GB)
   .venv/bin/python -m e2e.images build --load embedded        and into the embedded cluster
   REGISTRY=ghcr.io/me .venv/bin/python -m e2e.images build --load current
   .venv/bin/python -m e2e.images lock                         after a change of dependencies in pyproject.toml
@@ -33,20 +34,23 @@ def build(settings: Settings, arguments: argparse.Namespace, progress: Progress)
         raise Failure("--base and --python go together: name the base image and the Python version in it, such as 3.13")
     store = Store(settings)
     with building(settings, progress):
-        if arguments.base:
-            chosen = base.Base(arguments.base, arguments.python, digest(arguments.base))
-        else:
-            chosen = base.build_python(store, progress)
+        names = arguments.name or app.NAMES
+        bases = {name: _base(store, name, arguments, progress) for name in names}
         own = wheels.own(settings, progress)
         images = [
-            deliver.Image(app.reference(name), app.build(store, name, chosen, own, progress))
-            for name in arguments.name or app.NAMES
+            deliver.Image(app.reference(name), app.build(store, name, bases[name], own, progress)) for name in names
         ]
     if arguments.load == "embedded":
         deliver.to_embedded(store, images, progress)
     elif arguments.load == "current":
         deliver.to_current(store, images, progress)
     return 0
+
+
+def _base(store: Store, name: str, arguments: argparse.Namespace, progress: Progress) -> base.Base:
+    if arguments.base:
+        return base.Base(arguments.base, arguments.python, digest(arguments.base))
+    return base.build_python(store, progress, compiler=name == app.GPU_RUNTIME)
 
 
 def lock(_: Settings, arguments: argparse.Namespace, progress: Progress) -> int:
@@ -66,7 +70,11 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     sub = commands.add_parser("build", help="build images", description="Build images; prints sizes and seconds.")
     sub.add_argument(
-        "name", nargs="*", choices=[[], *app.NAMES], metavar="NAME", help="runtime, operator (default: both)"
+        "name",
+        nargs="*",
+        choices=[[], *app.NAMES, app.GPU_RUNTIME],
+        metavar="NAME",
+        help="runtime, operator (default: both); runtime-gpu",
     )
     sub.add_argument(
         "--base", metavar="IMAGE", help="another base image, with python3 and a shell (default: made here)"
@@ -85,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
     sub.set_defaults(function=lock)
     text = "Fill a folder for `docker build -f NAME/Dockerfile FOLDER`."
     sub = commands.add_parser("context", help=text, description=text)
-    sub.add_argument("name", choices=app.NAMES)
+    sub.add_argument("name", choices=[*app.NAMES, app.GPU_RUNTIME])
     sub.add_argument("folder", type=Path)
     sub.add_argument("--python", default="3.13", metavar="3.X", help="the base image's Python version (default 3.13)")
     sub.set_defaults(function=context)

@@ -15,6 +15,9 @@ from .base import Base
 from .store import Store, digest
 
 NAMES = ("runtime", "operator")
+"""What is built and loaded when nobody asks for anything else."""
+GPU_RUNTIME = "runtime-gpu"
+"""The runtime's image with the libraries for GPUs: 5 GB more, so it is built only by name."""
 INSTALLER = Path(__file__).resolve().parent / "install.py"
 
 
@@ -26,20 +29,21 @@ def reference(name: str) -> str:
 class Inputs:
     """The folders of a build context that the Dockerfile's steps mount, and the lock that belongs into some of them.
 
-    pip: pip's wheel and install.py. steps: by name (model, dependencies, code), the folder with the step's wheels.
+    pip: pip's wheel and install.py. steps: by name (model, dependencies, accelerator, code), the folder with the step's
+    wheels; None: the step is left out.
     """
 
     pip: Path
-    steps: dict[str, Path]
+    steps: dict[str, Path | None]
     locks: dict[str, str]
 
     def keys(self) -> dict[str, str]:
         """The Dockerfile's build arguments: what each step's result depends on."""
         installer = INSTALLER.read_text()
         return {
-            f"{step.upper()}_KEY": digest(
-                installer, self.locks.get(step, ""), folder if step == "code" else folder.name
-            )
+            f"{step.upper()}_KEY": ""
+            if folder is None
+            else digest(installer, self.locks.get(step, ""), folder if step == "code" else folder.name)
             for step, folder in self.steps.items()
         }
 
@@ -50,7 +54,7 @@ class Inputs:
         _link_or_copy(INSTALLER, context / "pip")
         for step, folder in self.steps.items():
             (context / step).mkdir()
-            for wheel in folder.glob("*.whl"):
+            for wheel in folder.glob("*.whl") if folder else ():
                 _link_or_copy(wheel, context / step)
             if step in self.locks:
                 write(context / step / "requirements.lock", self.locks[step])
@@ -64,17 +68,28 @@ def _link_or_copy(source: Path, folder: Path) -> None:
 
 
 def dockerfile(name: str) -> Path:
-    return wheels.ROOT / name / "Dockerfile"
+    return wheels.ROOT / ("runtime" if name == GPU_RUNTIME else name) / "Dockerfile"
 
 
 def inputs(settings: Settings, name: str, python: str, own: wheels.Own, progress: Progress) -> Inputs:
     """Downloads what the image needs for this Python version, besides `own`, which both images share."""
-    wheels.check_lock(name)
-    locked = {"model": wheels.MODEL_LOCK} if name == "runtime" else {}
-    locked["dependencies"] = wheels.LOCKS[name]
-    steps = {step: wheels.wheelhouse(settings, lock, python, progress) for step, lock in locked.items()}
-    locks = {step: wheels.for_python(lock.read_text(), python) for step, lock in locked.items()}
+    locked = locks_of(name)
+    steps = {step: lock and wheels.wheelhouse(settings, lock, python, progress) for step, lock in locked.items()}
+    locks = {step: wheels.for_python(lock.read_text(), python) for step, lock in locked.items() if lock}
     return Inputs(own.pip, {**steps, "code": own.wheel}, locks)
+
+
+def locks_of(name: str) -> dict[str, Path | None]:
+    """The lock of each of the Dockerfile's steps; None for a step that this image leaves out. Raises Failure for a lock
+    that pyproject.toml has left behind."""
+    if name == "operator":
+        wheels.check_lock("operator")
+        return {"dependencies": wheels.LOCKS["operator"]}
+    wheels.check_lock("runtime")
+    if name == GPU_RUNTIME:
+        wheels.check_lock("gpu")
+    accelerator = wheels.LOCKS["gpu"] if name == GPU_RUNTIME else None
+    return {"model": wheels.MODEL_LOCK, "dependencies": wheels.LOCKS["runtime"], "accelerator": accelerator}
 
 
 def build(store: Store, name: str, base: Base, own: wheels.Own, progress: Progress) -> Path:

@@ -27,8 +27,26 @@ USER = 65532  # what distroless images call nonroot
 
 # python3 brings what its standard library links to (ssl, ffi, sqlite3 ...). The two after it are for numpy's wheels.
 PYTHON_PACKAGES = ("python3", "libstdc++6", "libgomp1", "busybox-static", "ca-certificates", "tzdata")
+# Triton compiles its way into the driver when it starts: a C compiler, Python's headers, and ldconfig to find libcuda.
+COMPILER_PACKAGES = ("gcc", "libc6-dev", "libpython3-dev", "libc-bin")
 # Dependencies for installing packages, which nobody does in these images. The file of certificates is made below.
-UNWANTED = ("dpkg", "debconf", "perl-base", "tar", "openssl", "libselinux1", "libpcre2-8-0", "libacl1", "libmd0")
+UNWANTED = (
+    "dpkg",
+    "debconf",
+    "perl-base",
+    "tar",
+    "openssl",
+    "libselinux1",
+    "libpcre2-8-0",
+    "libacl1",
+    "libmd0",
+    # Of a compiler: what checks programs while they run.
+    "libasan8",
+    "liblsan0",
+    "libtsan2",
+    "libubsan1",
+    "libgprofng0",
+)
 NOT_IN_IMAGES = (
     "usr/share/doc",
     "usr/share/man",
@@ -85,7 +103,7 @@ def parse_simulation(text: str) -> list[Package]:
     return [Package(name, f"{name}_{version.replace(':', '%3a')}_{machine}.deb") for name, version, machine in found]
 
 
-def _apt(settings: Settings, *arguments: str) -> str:
+def _apt(settings: Settings, packages: tuple[str, ...], *arguments: str) -> str:
     """apt-get as if nothing were installed on the machine: it names or fetches all that the packages need, and nothing
     else (ForceEssential: not the base system either)."""
     folder = settings.cache / "debs"
@@ -99,15 +117,15 @@ def _apt(settings: Settings, *arguments: str) -> str:
         "pkgCacheGen::ForceEssential": ",",
     }
     words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-    return run(["apt-get", *words, "-y", *arguments, "install", *PYTHON_PACKAGES]).stdout
+    return run(["apt-get", *words, "-y", *arguments, "install", *packages]).stdout
 
 
-def _python_packages(settings: Settings) -> list[Package]:
+def _packages(settings: Settings, wanted: tuple[str, ...]) -> list[Package]:
     """Asked of apt again only when its lists have changed: that takes a second or two."""
     lists = [f"{file.name} {file.stat().st_mtime_ns}" for file in sorted(Path("/var/lib/apt/lists").glob("*Packages*"))]
-    answer = settings.cache / "debs" / f"simulation-{digest(*PYTHON_PACKAGES, *lists)[:12]}.txt"
+    answer = settings.cache / "debs" / f"simulation-{digest(*wanted, *lists)[:12]}.txt"
     if not answer.exists():
-        simulation = _apt(settings, "--simulate")
+        simulation = _apt(settings, wanted, "--simulate")
         python_version(parse_simulation(simulation))
         write(answer, simulation)
     return [package for package in parse_simulation(answer.read_text()) if package.name not in UNWANTED]
@@ -121,9 +139,9 @@ def python_version(packages: list[Package]) -> str:
     return names[0]
 
 
-def _rootfs(settings: Settings, packages: list[Package], root: Path) -> None:
+def _rootfs(settings: Settings, wanted: tuple[str, ...], packages: list[Package], root: Path) -> None:
     """Unpacks the packages, without running their scripts, and adds the few files that those would have made."""
-    _apt(settings, "--download-only")
+    _apt(settings, wanted, "--download-only")
     for folder in (
         "usr/bin",
         "usr/sbin",
@@ -192,26 +210,31 @@ class Base:
     key: str
 
 
-def build_python(store: Store, progress: Progress) -> Base:
-    """The base image localhost/busload-python, in buildah's store and as an archive (tests run it as a plain pod)."""
+def build_python(store: Store, progress: Progress, *, compiler: bool = False) -> Base:
+    """The base image localhost/busload-python, in buildah's store and as an archive (tests run it as a plain pod).
+
+    `compiler`: localhost/busload-python-compiler, which has one for C besides.
+    """
     try:
-        return _build_python(store, progress)
+        return _build_python(store, progress, compiler)
     except Failure as error:
         progress.note(f"{error}\nthe machine's package lists may be missing or old: updating them, then once more")
         run(["apt-get", "-qq", "update"])
-        return _build_python(store, progress)
+        return _build_python(store, progress, compiler)
 
 
-def _build_python(store: Store, progress: Progress) -> Base:
-    packages = _python_packages(store.settings)
+def _build_python(store: Store, progress: Progress, compiler: bool) -> Base:
+    name = "busload-python-compiler" if compiler else "busload-python"
+    wanted = (*PYTHON_PACKAGES, *COMPILER_PACKAGES) if compiler else PYTHON_PACKAGES
+    packages = _packages(store.settings, wanted)
     version, codename = python_version(packages), os_release().get("VERSION_CODENAME", "unknown")
     key = digest(Path(__file__), PYTHON_DOCKERFILE, *(package.file for package in packages))
-    reference = f"localhost/busload-python:{version}-{codename}"
+    reference = f"localhost/{name}:{version}-{codename}"
     if not (store.is_current(reference, key) and store.has(reference)):
         with progress.step(f"{reference} built"):
             context = _fresh(store, "python")
             (context / "rootfs").mkdir()
-            _rootfs(store.settings, packages, context / "rootfs")
+            _rootfs(store.settings, wanted, packages, context / "rootfs")
             write(context / "Dockerfile", PYTHON_DOCKERFILE)
             store.build(reference, context, context / "Dockerfile")
             store.export(reference, key)

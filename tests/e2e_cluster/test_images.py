@@ -67,9 +67,15 @@ def test_a_lock_that_pyproject_has_left_behind_is_noticed() -> None:
     assert wheels.outdated(PYPROJECT.replace("uvloop", "msgspec"), "runtime", LOCK)[0].startswith("msgspec")
 
 
-@pytest.mark.parametrize("name", app.NAMES)
-def test_locks_are_up_to_date(name: str) -> None:
-    wheels.check_lock(name)
+@pytest.mark.parametrize("extra", wheels.LOCKS)
+def test_locks_are_up_to_date(extra: str) -> None:
+    wheels.check_lock(extra)
+
+
+def test_a_lock_without_what_another_one_has() -> None:
+    kept = wheels.without(LOCK, "numpy==2.4.6 \\\n    --hash=sha256:bb\nclick==8.5.1\n")
+    assert requirements(kept.partition("\n")[2]).keys() == {"colorama==0.4.6", "#", "uvloop==0.23.0"}
+    assert kept.startswith("# made by a tool\n")
 
 
 def test_images_carry_what_they_need_and_no_more() -> None:
@@ -81,6 +87,25 @@ def test_images_carry_what_they_need_and_no_more() -> None:
     assert {"kopf", "kubernetes", "aiohttp"} <= names["operator"]
     assert not {"torch", "kopf", "kubernetes", "llama-cpp-python"} & names["runtime"]
     assert not {"torch", "numpy", "tokenizers"} & names["operator"]
+    assert {"torch", "triton", "nvidia-cublas"} <= names["gpu"]
+    assert not names["gpu"] & names["runtime"], "one image has both, and installs each once"
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+def test_the_two_locks_of_the_gpu_image_are_all_that_torch_needs(python: str) -> None:
+    """They are installed without looking at dependencies."""
+    from importlib.metadata import requires
+
+    from pip._vendor.packaging.requirements import Requirement
+
+    locks = "".join(wheels.for_python(wheels.LOCKS[name].read_text(), python) for name in ("runtime", "gpu"))
+    locked = {line.split("==")[0] for line in requirements(locks)}
+    environment = {"python_version": python, "extra": ""}
+    for package in ("torch", "triton"):
+        for text in requires(package) or ():
+            wish = Requirement(text)
+            if wish.marker is None or wish.marker.evaluate(environment):
+                assert wish.name.lower() in locked, f"{package} needs {wish}"
 
 
 SIMULATION = """\
@@ -138,9 +163,28 @@ def test_a_change_of_code_touches_only_the_last_step(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_only_the_gpu_image_has_the_libraries_for_gpus(tmp_path: Path) -> None:
+    assert app.locks_of("runtime")["accelerator"] is None
+    assert app.locks_of("runtime-gpu")["accelerator"] == wheels.LOCKS["gpu"]
+    assert app.dockerfile("runtime-gpu") == app.dockerfile("runtime")
+    for folder in ("pip", "gpu-1", "code"):
+        write(tmp_path / folder / f"{folder}.whl", "one")
+    write(tmp_path / "pip" / "pip-1.whl", "pip")
+    steps: dict[str, Path | None] = {"accelerator": None, "code": tmp_path / "code"}
+    without = app.Inputs(tmp_path / "pip", steps, {})
+    with_it = app.Inputs(tmp_path / "pip", {**steps, "accelerator": tmp_path / "gpu-1"}, {"accelerator": "t==1\n"})
+    assert without.keys()["ACCELERATOR_KEY"] == "", "the Dockerfile leaves the step out"
+    assert with_it.keys()["ACCELERATOR_KEY"]
+    assert with_it.keys()["CODE_KEY"] == without.keys()["CODE_KEY"]
+    without.lay_out(tmp_path / "a")
+    with_it.lay_out(tmp_path / "b")
+    assert list((tmp_path / "a" / "accelerator").iterdir()) == [], "mounted all the same, so it must be there"
+    assert {file.name for file in (tmp_path / "b" / "accelerator").iterdir()} == {"gpu-1.whl", "requirements.lock"}
+
+
 @pytest.mark.parametrize("name", app.NAMES)
 def test_dockerfile_mounts_the_folders_and_declares_the_keys_that_the_build_passes(name: str) -> None:
-    steps = ("model", "dependencies", "code") if name == "runtime" else ("dependencies", "code")
+    steps = ("model", "dependencies", "accelerator", "code") if name == "runtime" else ("dependencies", "code")
     text = app.dockerfile(name).read_text()
     declared = [line.split()[1].split("=")[0] for line in text.splitlines() if line.startswith("ARG ")]
     assert declared == ["BASE", *(f"{step.upper()}_KEY" for step in steps)]
