@@ -1,0 +1,116 @@
+"""A service that starts with bad settings reaches good ones by itself: under load, losing nothing, before it buys.
+
+The settings it reached and the best ones by hand then serve the same mix at the same time, with equal shares of the
+same cores, so that a machine whose speed changes meanwhile is no advantage to either. `pytest -s` prints every decision
+with what it predicted and what came; on an idle machine the two are within 20% of each other.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import datetime
+from typing import Any
+
+from e2e import services
+from e2e.access import Cluster, wait_for
+
+CLIENTS = 24
+MIX = {"input_tokens": "lognormal:60:0.7:300", "output_tokens": "lognormal:120:0.6:300"}
+LENGTHS = {"min": 640, "max": 8192}
+BAD = {
+    "maxSequenceLength": LENGTHS,
+    "kvCachePercent": {"initial": 20, "min": 10, "max": 90},
+    "batchSize": {"initial": 4, "min": 1, "max": 32},
+    "replicas": {"min": 1, "max": 2},
+}
+ONE = {"replicas": {"min": 1, "max": 1}}
+# By hand: a place for every client, all the memory, and nothing else moves the throughput of this mix.
+BEST = {
+    "maxSequenceLength": LENGTHS,
+    "kvCachePercent": {"min": 10, "max": 90},
+    "batchSize": {"initial": 32, "min": 1, "max": 32},
+    **ONE,
+}
+FILLING, MEASURED = 8.0, 30.0
+"""Seconds until all places are taken, and then counted."""
+PREDICTED = 2.0
+"""Factor by which an outcome may differ from its prediction here: a neighbour may take or leave half of the machine."""
+SETTLED = 45.0
+"""Seconds without a decision: longer than three windows, a change's settling and its judgement take."""
+
+
+def test_bad_settings_become_good_ones_before_anything_is_bought(operator: Cluster, namespace: str) -> None:
+    services.apply(operator, namespace, services.manifest("tuned", bounds=BAD))
+    services.wait_ready(operator, namespace, "tuned")
+    began = time.time()
+    with _load(operator, namespace, "tuned") as load:
+        decisions = wait_for(lambda: _settled(operator, namespace, "tuned"), 400, "settings to come to rest", every=2)
+        reached = time.time() - began - SETTLED
+    assert load.report().errors == [], "requests were lost while settings changed"
+    # The settings are compared, on one replica each: a second one on the same cores would only divide them.
+    services.apply(operator, namespace, services.manifest("tuned", bounds=BAD | ONE, tuning={"mode": "Off"}))
+    wait_for(lambda: len(services.pods(operator, namespace, "tuned")) == 1, 120, "one replica")
+    services.apply(operator, namespace, services.manifest("hand", bounds=BEST, tuning={"mode": "Off"}))
+    services.wait_ready(operator, namespace, "hand")
+    tuned, hand = _rates(operator, namespace, "tuned", "hand")
+
+    told = "\n  ".join((
+        f"at rest after {reached:.0f} s; {tuned:.0f} tokens/s beside {hand:.0f} by hand, {tuned / hand:.0%}",
+        *(_words(decision) for decision in decisions),
+    ))  # fmt: skip
+    print(f"\n{told}")
+    assert tuned >= 0.9 * hand, told
+    settings = _settings(decisions)
+    bought = [decision for decision in decisions if decision["knob"] == "replicas"]
+    assert settings[0]["knob"] == "batchSize", told
+    assert all(purchase["id"] > settings[-1]["id"] for purchase in bought), told
+    for decision in settings:
+        if "linear bound, at best" in decision["message"] or decision["outcome"]["verdict"] == "Inconclusive":
+            continue  # no law is known for that batch, or there was nothing to compare with, and it says so
+        predicted = float(decision["prediction"]["tokensPerSecond"])
+        after = float(decision["outcome"]["tokensPerSecondAfter"])
+        assert predicted / PREDICTED <= after <= predicted * PREDICTED, _words(decision)
+
+
+def _rates(cluster: Cluster, namespace: str, *names: str) -> list[float]:
+    """Tokens per second that clients get from each of the services, all loaded at once, every place taken."""
+    with ExitStack() as stack:
+        loads = [stack.enter_context(_load(cluster, namespace, name)) for name in names]
+        time.sleep(FILLING)
+        start = time.time()
+        time.sleep(MEASURED)
+        end = time.time()
+    return [load.report().rate_between(start, end) for load in loads]
+
+
+@contextmanager
+def _load(cluster: Cluster, namespace: str, name: str) -> Iterator[services.Load]:
+    load = services.Load(cluster, namespace, name, requests=100000, concurrency=CLIENTS, **MIX)
+    try:
+        yield load
+    finally:
+        load.process.terminate()
+
+
+def _settled(cluster: Cluster, namespace: str, name: str) -> list[dict[str, Any]]:
+    """The decisions, oldest first, once the last setting has an outcome and none followed; nothing before that."""
+    status = services.get(cluster, namespace, name)["status"]
+    decisions = sorted(status.get("decisions", []), key=lambda decision: decision["id"])
+    settings = _settings(decisions)
+    if not settings or any(decision["outcome"]["verdict"] == "Pending" for decision in settings):
+        return []
+    last = datetime.fromisoformat(settings[-1]["time"]).timestamp()
+    return decisions if time.time() - last > SETTLED else []
+
+
+def _settings(decisions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [decision for decision in decisions if decision["knob"] != "replicas"]
+
+
+def _words(decision: dict[str, Any]) -> str:
+    outcome = decision["outcome"]
+    predicted = decision["prediction"].get("tokensPerSecond")
+    return (
+        f"{decision['knob']} {decision['from']} -> {decision['to']} ({decision['reason']}): {outcome['verdict']}, "
+        f"predicted {predicted}, came to {outcome.get('tokensPerSecondAfter')} tokens/s"
+    )
