@@ -18,7 +18,10 @@ _PROCESS = "Process"
 def command(
     model: Annotated[
         str,
-        typer.Option(help="What to serve: bundled:NAME (a model from a Python package) or the path of a GGUF file."),
+        typer.Option(
+            help="What to serve: bundled:NAME (a model from a Python package), the path of a GGUF file or, with "
+            "--executor cuda, of a Hugging Face folder."
+        ),
     ] = "bundled:smollm2-135m-instruct",
     served_model_name: Annotated[
         str, typer.Option(help="Name in the API.", show_default="the name or file name of --model")
@@ -49,6 +52,13 @@ def command(
             show_default="int8",
         ),
     ] = None,
+    allow_int4: Annotated[
+        bool,
+        typer.Option(
+            "--allow-int4",
+            help="Take a checkpoint with 4-bit weights (GPTQ, AWQ): only where an evaluation of its answers passed.",
+        ),
+    ] = False,
     device: Annotated[
         str | None,
         typer.Option(
@@ -208,6 +218,7 @@ def command(
         kv_precision=kv_precision,
         weight_precision=weight_precision,
         device=device,
+        allow_int4=allow_int4,
         memory=memory,
         limits_file=limits_file,
         pod_name=pod_name,

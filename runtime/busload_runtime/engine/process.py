@@ -94,6 +94,7 @@ def _load(options: argparse.Namespace, name: str, source: str) -> Executor:
         room,
         device=options.device,
         weight_precision=options.weight_precision,
+        allow_int4=options.allow_int4,
     )
 
 
@@ -265,10 +266,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="Engine process of `busload serve`; connects to the Unix socket on which the HTTP process listens.",
     )
     parser.add_argument("--socket", type=Path, required=True, help="Unix socket of the HTTP process")
-    parser.add_argument("--model", required=True, help="bundled:NAME or FILE.gguf")
+    parser.add_argument("--model", required=True, help="bundled:NAME, FILE.gguf or a Hugging Face folder")
     parser.add_argument("--executor", default="reference", help="who computes the steps (default: %(default)s)")
     parser.add_argument("--kv-precision", help="of the KV cache (default: the executor's)")
     parser.add_argument("--weight-precision", help="of the weights (cuda; default: the executor's)")
+    parser.add_argument("--allow-int4", action="store_true", help="take 4-bit checkpoints (cuda)")
     parser.add_argument("--device", help="where cuda computes: cuda or cpu (default: cuda)")
     parser.add_argument(
         "--memory", type=int, metavar="BYTES", help="memory budget of both processes (default: cgroup limit, else free)"

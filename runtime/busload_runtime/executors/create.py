@@ -14,17 +14,20 @@ def create_executor(
     *,
     device: str | None = None,
     weight_precision: str | None = None,
+    allow_int4: bool = False,
 ) -> Executor:
     """The executor `name` with the model `source` loaded, and a KV cache of `kv_precision` (its own default if None).
 
-    `room` is the memory in bytes that weights may take, if the executor knows before it takes it (cpu, cuda). `device`
-    and `weight_precision` are for cuda alone: see `cuda.CudaOptions`. Raises `ExecutorError` or `ModelError`.
+    `room` is the memory in bytes that weights may take, if the executor knows before it takes it (cpu, cuda). `device`,
+    `weight_precision` and `allow_int4` are for cuda alone: see `cuda.CudaOptions`.
+    Raises `ExecutorError` or `ModelError`.
     """
     if name not in NAMES:
         raise ExecutorError(f"executor {name!r:.80} is unknown; allowed: {', '.join(NAMES)}")
     if name == "cuda":
-        return _cuda(source, kv_precision, room, device or "cuda", weight_precision)
-    for flag, value in (("--device", device), ("--weight-precision", weight_precision)):
+        return _cuda(source, kv_precision, room, device or "cuda", weight_precision, allow_int4)
+    cudas = {"--device": device, "--weight-precision": weight_precision, "--allow-int4": allow_int4 or None}
+    for flag, value in cudas.items():
         if value is not None:
             raise ExecutorError(
                 f"{flag} is {value!r:.80}; the {name} executor has no such choice; drop the flag, or choose "
@@ -49,7 +52,12 @@ def create_executor(
 
 
 def _cuda(
-    source: str, kv_precision: str | None, room: int | None, device: str, weight_precision: str | None
+    source: str,
+    kv_precision: str | None,
+    room: int | None,
+    device: str,
+    weight_precision: str | None,
+    allow_int4: bool,
 ) -> Executor:
     try:
         import torch  # noqa: F401
@@ -60,8 +68,7 @@ def _cuda(
             "'busload[runtime,gpu]', or choose --executor cpu"
         ) from None
     from busload_runtime.executors.cuda import CudaExecutor, CudaOptions
-    from busload_runtime.executors.torch_model.loading import GgufCheckpoint
-    from busload_runtime.model.load import load_weights
+    from busload_runtime.executors.torch_model.open import open_checkpoint
 
     options = CudaOptions(device, weight_precision, kv_precision, room)
-    return CudaExecutor(GgufCheckpoint(load_weights(source)), options)
+    return CudaExecutor(open_checkpoint(source, allow_int4), options)

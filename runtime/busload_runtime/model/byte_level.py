@@ -44,6 +44,16 @@ _SPLITTINGS = {
 }
 
 
+def name_of_patterns(patterns: tuple[str, ...], then_gpt2: bool) -> str | None:
+    """The name of the splitting by `patterns`, followed by GPT-2's own pattern if so; None if it is not known."""
+    wanted = (*patterns, *((_GPT2,) if then_gpt2 else ()))
+    for name, splitting in _SPLITTINGS.items():
+        # "{1,1}" is how one template serves two models.
+        if tuple(pattern.replace("{1,1}", "") for pattern in splitting.patterns) == wanted and name != "default":
+            return name
+    return None
+
+
 def splitting_of(file: str, metadata: Mapping[str, Any]) -> Splitting:
     name = metadata.get("tokenizer.ggml.pre", "default")
     if not isinstance(name, str) or name not in _SPLITTINGS:

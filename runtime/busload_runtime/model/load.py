@@ -8,6 +8,7 @@ from busload_runtime.model.bundled import resolve_source
 from busload_runtime.model.chat import ChatTemplate, Message, map_texts, unused_mark
 from busload_runtime.model.config import ModelConfig, config_from_metadata
 from busload_runtime.model.errors import ModelError
+from busload_runtime.model.folder import is_folder, open_folder
 from busload_runtime.model.gguf_file import GgufFile, open_gguf
 from busload_runtime.model.pieces import token_bytes
 from busload_runtime.model.tokenizer import TextTokenizer, end_ids, tokenizer_from_metadata
@@ -42,19 +43,26 @@ class TextModel:
 
 
 def load_text_model(source: str) -> TextModel:
-    """Config, tokenizer and chat template of `source` (a GGUF path or `bundled:NAME`), without reading weights.
+    """Config, tokenizer and chat template of `source` (the path of a GGUF file or a Hugging Face folder, or
+    `bundled:NAME`), without reading weights.
 
     Raises `ModelError`; its message is one line for the user.
     """
-    file = open_gguf(resolve_source(source))
-    tokenizer = tokenizer_from_metadata(file.path, file.metadata)
-    return TextModel(_config(file), tokenizer, _chat(file, tokenizer))
+    path = resolve_source(source)
+    if is_folder(path):
+        folder = open_folder(path)
+        config, metadata = folder.config, folder.metadata
+    else:
+        file = open_gguf(path)
+        config, metadata = _config(file), file.metadata
+    return TextModel(config, tokenizer_from_metadata(path, metadata), _chat(path, metadata))
 
 
 def load_token_bytes(source: str) -> tuple[list[bytes], frozenset[int]]:
     """What each token of `source` adds to a text, by its id, and which tokens end one. Raises `ModelError`."""
-    file = open_gguf(resolve_source(source))
-    vocabulary = Vocabulary.read(file.path, file.metadata)
+    path = resolve_source(source)
+    metadata = open_folder(path).metadata if is_folder(path) else open_gguf(path).metadata
+    vocabulary = Vocabulary.read(path, metadata)
     return token_bytes(vocabulary), end_ids(vocabulary)
 
 
@@ -62,7 +70,12 @@ def load_weights(source: str) -> "WeightFile":
     """The weights of `source`, checked and ready to be read. Raises `ModelError` with one line for the user."""
     from busload_runtime.model.weights import open_weight_file  # numpy: only the engine process has use for it
 
-    file = open_gguf(resolve_source(source))
+    path = resolve_source(source)
+    if is_folder(path):
+        raise ModelError(
+            f"{path}: is a folder; this executor reads GGUF files: convert the model, or choose --executor cuda"
+        )
+    file = open_gguf(path)
     return open_weight_file(file, _config(file))
 
 
@@ -73,13 +86,13 @@ def _config(file: GgufFile) -> ModelConfig:
     return config_from_metadata(file.path, file.metadata, len(tokens), tied="output.weight" not in file.tensors)
 
 
-def _chat(file: GgufFile, tokenizer: TextTokenizer) -> ChatTemplate:
-    source = file.metadata.get("tokenizer.chat_template")
+def _chat(file: str, metadata: Mapping[str, Any]) -> ChatTemplate:
+    source = metadata.get("tokenizer.chat_template")
     if source is not None and not isinstance(source, str):
-        raise ModelError(f"{file.path}: tokenizer.chat_template must be a text, got {type(source).__name__}")
-    tokens = file.metadata["tokenizer.ggml.tokens"]
+        raise ModelError(f"{file}: tokenizer.chat_template must be a text, got {type(source).__name__}")
+    tokens = metadata["tokenizer.ggml.tokens"]
     names = {}
     for name in ("bos_token", "eos_token"):
-        index = file.metadata.get(f"tokenizer.ggml.{name}_id")
+        index = metadata.get(f"tokenizer.ggml.{name}_id")
         names[name] = "" if index is None else tokens[index]
-    return ChatTemplate(file.path, source, names)
+    return ChatTemplate(file, source, names)

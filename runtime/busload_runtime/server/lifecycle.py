@@ -254,6 +254,8 @@ class _Serve:
         ):
             if value is not None:
                 command += [flag, value]
+        if options.allow_int4:
+            command += ["--allow-int4"]
         if options.memory is not None:
             command += ["--memory", str(options.memory)]
         self._engine = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)

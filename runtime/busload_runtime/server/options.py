@@ -26,6 +26,7 @@ class ServeOptions:
     kv_precision: str | None
     weight_precision: str | None
     device: str | None
+    allow_int4: bool
     memory: int | None
     limits_file: Path | None
     pod_name: str

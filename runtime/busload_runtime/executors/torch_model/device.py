@@ -30,6 +30,8 @@ def open_device(name: str) -> Device:
     Raises `ExecutorError` without a GPU, or with one that the kernels are not made for.
     """
     if name == "cpu":
+        # More threads would wait for each other at hundreds of barriers a step, on cores that others use too.
+        torch.set_num_threads(1)
         return Device(torch.device("cpu"), "cpu", "fp32")
     if name != "cuda":
         raise ExecutorError(f"--device is {name!r:.80}; the cuda executor has {', '.join(DEVICES)}; choose one")

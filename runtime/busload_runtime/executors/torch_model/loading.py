@@ -1,13 +1,14 @@
 """From a model file to a decoder on a device, layer by layer: a layer is the most that is held twice."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from busload_kernels.gpu.linear import interleave_gate_up
+from busload_kernels.gpu.linear import interleave_gate_up, pack_int4
 from busload_runtime.executors.errors import ExecutorError
 from busload_runtime.executors.torch_model.decoder import Decoder, DecoderLayer
 from busload_runtime.executors.torch_model.ops import HeadNorms, Tensor, Weight
@@ -23,20 +24,37 @@ FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
+class Int4:
+    """A matrix in 4 bits: codes [outputs, inputs] int8 from -8 to 7 times scales [outputs, inputs / group]."""
+
+    codes: Tensor
+    scales: Tensor
+
+    def dequantised(self) -> Tensor:
+        """fp32"""
+        groups = self.codes.unflatten(1, (self.scales.shape[1], -1)).float()
+        return (groups * self.scales.float()[..., None]).flatten(1)
+
+
+Matrix: TypeAlias = Tensor | Int4
+
+
+@dataclass(frozen=True, slots=True)
 class LayerTensors:
     """A layer as files have it. Matrices are [outputs, inputs], heads laid out for rotation by halves."""
 
     attention_norm: Tensor
     ffn_norm: Tensor
-    qkv: Tensor
-    """[(heads + 2 kv_heads) * head_dim, hidden]: queries, keys, values on top of each other."""
-    qkv_bias: Tensor | None
+    qkv: tuple[Matrix, ...]
+    """[(heads + 2 kv_heads) * head_dim, hidden] in parts: queries, keys, values."""
+    qkv_bias: tuple[Tensor, ...]
+    """In parts; none without bias."""
     query_norm: Tensor | None
     key_norm: Tensor | None
-    attention_output: Tensor
-    gate: Tensor
-    up: Tensor
-    down: Tensor
+    attention_output: Matrix
+    gate: Matrix
+    up: Matrix
+    down: Matrix
 
 
 class Checkpoint(Protocol):
@@ -96,8 +114,8 @@ class GgufCheckpoint:
         return LayerTensors(
             attention_norm=torch.from_numpy(vectors.attention_norm),
             ffn_norm=torch.from_numpy(vectors.ffn_norm),
-            qkv=torch.from_numpy(layer.qkv),
-            qkv_bias=optional(vectors.qkv_bias),
+            qkv=(torch.from_numpy(layer.qkv),),
+            qkv_bias=() if vectors.qkv_bias is None else (torch.from_numpy(vectors.qkv_bias),),
             query_norm=optional(vectors.query_norm),
             key_norm=optional(vectors.key_norm),
             attention_output=torch.from_numpy(layer.attention_output),
@@ -116,10 +134,17 @@ class Placement:
     precision: str
     """Of the matrices: a name of `QUANTISED`, or that of the activations."""
 
-    def weight(self, matrix: Tensor, bias: Tensor | None = None) -> Weight:
-        """A matrix on the device, quantised there by rows if asked."""
-        there = matrix.to(self.device)
-        moved = None if bias is None else self.vector(bias)
+    def weight(self, parts: Sequence[Matrix], bias: Sequence[Tensor] = (), gated: bool = False) -> Weight:
+        """Parts on top of each other on the device, or gate and up row by row; quantised there by rows if asked."""
+        moved = self.vector(torch.cat(tuple(bias))) if bias else None
+        packed = [part for part in parts if isinstance(part, Int4)]
+        if len(packed) == len(parts) and len({part.codes.shape[1] // part.scales.shape[1] for part in packed}) == 1:
+            codes = _joined([part.codes.to(self.device) for part in packed], gated)
+            scales = _joined([part.scales.to(self.device, self.activations) for part in packed], gated)
+            group = codes.shape[1] // scales.shape[1]
+            return Weight(pack_int4(codes, group), scales.contiguous(), moved)
+        floats = [part.dequantised() if isinstance(part, Int4) else part for part in parts]
+        there = _joined([part.to(self.device) for part in floats], gated)
         if self.precision not in QUANTISED:
             return Weight(there.to(self.activations).contiguous(), None, moved)
         return Weight(*quantise_rows(there, QUANTISED[self.precision]), moved)
@@ -151,7 +176,7 @@ def load_decoder(checkpoint: Checkpoint, placement: Placement) -> Decoder:
     if config.tied_embeddings and placement.precision not in QUANTISED:
         output = Weight(embedding)
     else:
-        output = placement.weight(embedding if config.tied_embeddings else checkpoint.output())
+        output = placement.weight([embedding if config.tied_embeddings else checkpoint.output()])
     progress.finish()
     decoder = Decoder(
         embedding=embedding,
@@ -182,6 +207,12 @@ def matrix_numbers(config: ModelConfig) -> int:
     return config.hidden_size * (2 * q_size + 2 * kv_size + 3 * config.ffn_size)
 
 
+def _joined(parts: Sequence[Tensor], gated: bool) -> Tensor:
+    if gated:
+        return interleave_gate_up(*parts)
+    return torch.cat(tuple(parts)) if len(parts) > 1 else parts[0]
+
+
 def _layer(layer: LayerTensors, config: ModelConfig, placement: Placement) -> DecoderLayer:
     norms = None
     if layer.query_norm is not None and layer.key_norm is not None:
@@ -190,10 +221,10 @@ def _layer(layer: LayerTensors, config: ModelConfig, placement: Placement) -> De
         attention_norm=placement.vector(layer.attention_norm),
         qkv=placement.weight(layer.qkv, layer.qkv_bias),
         head_norms=norms,
-        attention_output=placement.weight(layer.attention_output),
+        attention_output=placement.weight([layer.attention_output]),
         ffn_norm=placement.vector(layer.ffn_norm),
-        gate_up=placement.weight(interleave_gate_up(layer.gate, layer.up)),
-        down=placement.weight(layer.down),
+        gate_up=placement.weight([layer.gate, layer.up], gated=True),
+        down=placement.weight([layer.down]),
     )
 
 
