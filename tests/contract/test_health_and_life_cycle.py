@@ -267,6 +267,10 @@ def unread(model: Path) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]
             eventually(lambda: _listens(port) and http.get("/health/ready").status_code == 200)
             for _ in range(1000):
                 assert http.get("/v1/models", timeout=5).status_code == 200
+            for _ in range(500):  # what libraries would have to say
+                with socket.create_connection(("127.0.0.1", port), timeout=5) as client:
+                    client.sendall(b"no HTTP\r\n\r\n")
+                    assert client.recv(100).startswith(b"HTTP/1.1 400 ")
             yield process, http
     finally:
         process.kill()

@@ -1,12 +1,15 @@
 """One TCP connection: uvicorn's HTTP/1.1, with bounds on what a client may send and on how long it may take.
 
 uvicorn bounds neither the size of a request's head nor the time it takes, nor the time a client may leave an answer
-unread: each lets one client hold memory and a file descriptor for ever.
+unread: each lets one client hold memory and a file descriptor for ever. And its parser takes the end of a head that
+offers another protocol for the end of the request, so that the body of every first POST of Java's HttpClient (`Upgrade:
+h2c`) is lost; a server that does not know the protocol has to go on as if it were not offered (RFC 9110, 7.8).
 """
 
 import asyncio
 from typing import Any
 
+import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
@@ -33,6 +36,8 @@ class HttpConnection(HttpToolsProtocol):
     _running: RequestResponseCycle | None = None
     _received = 0
     _body_received = 0
+    _resumed = False
+    """The parser is told a head again that was handled already, to read its body."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -50,21 +55,55 @@ class HttpConnection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self._refuse(ApiError(400, "this is not a valid HTTP/1.1 request", code="invalid_http"))
         if self._received - self._body_received > _HEAD_BYTES + _CHUNK_FACTOR * self._body_received:
             self._refuse(
                 ApiError(431, f"the request's head has more than {_HEAD_BYTES} bytes", code="request_head_too_large")
             )
 
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(ApiError(400, "this is not a valid HTTP/1.1 request", code="invalid_http"))
+    def _parse(self, data: bytes) -> None:
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                data = data[upgrade.args[0] :]
+            framing = self._framing()
+            self.parser = httptools.HttpRequestParser(self)
+            if framing:
+                self._resumed = True
+                self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n\r\n" % framing)
+                self._resumed = False
+
+    def _framing(self) -> bytes:
+        """The field that says how long the request's body is; empty if it has none."""
+        for name, value in self.headers:
+            if (name == b"content-length" and value.strip(b" \t0")) or name == b"transfer-encoding":
+                return name + b": " + value
+        return b""
+
+    def on_url(self, url: bytes) -> None:
+        if not self._resumed:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._resumed:
+            super().on_header(name, value)
 
     def on_message_begin(self) -> None:
+        if self._resumed:
+            return
         super().on_message_begin()
         self.scope["extensions"] = {EXTENSION: {"connection": self}}
         self._expect_more()
 
     def on_headers_complete(self) -> None:
+        if self._resumed:
+            return
         self._expect_nothing()  # the route bounds the time for the body
         super().on_headers_complete()
 
@@ -73,6 +112,8 @@ class HttpConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade() and self._framing():
+            return  # the head alone: see `_parse`
         self._expect_nothing()
         self._received = self._body_received = 0
         super().on_message_complete()

@@ -31,7 +31,7 @@ from busload_runtime.server.connection import KEEP_ALIVE_SECONDS, HttpConnection
 from busload_runtime.server.engine_client import EngineClient
 from busload_runtime.server.errors import StartupError
 from busload_runtime.server.limits_watch import LimitsWatch
-from busload_runtime.server.log import write_line
+from busload_runtime.server.log import log_through_lines, write_line
 from busload_runtime.server.metrics import Metrics
 from busload_runtime.server.options import ServeOptions
 from busload_runtime.server.service import Service
@@ -57,6 +57,7 @@ def serve(options: ServeOptions) -> int:
     try:
         options.check()
         document = options.first_document()
+        log_through_lines()
         keys = None if options.api_keys_file is None else first_keys(options.api_keys_file)
         listener = _listen(options.host, options.port)
         _allow_many_connections()
@@ -305,7 +306,7 @@ _UVICORN: dict[str, Any] = {
     "http": HttpConnection,
     "lifespan": "off",
     "access_log": False,
-    "log_level": "warning",
+    "log_config": None,
     "server_header": False,
     "timeout_keep_alive": KEEP_ALIVE_SECONDS,
     "timeout_graceful_shutdown": _GOODBYE_SECONDS,

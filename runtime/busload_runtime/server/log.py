@@ -1,6 +1,7 @@
 """Lines on stderr. A log that takes none (disk full, reader gone or stuck) must never stop what it tells about."""
 
 import contextlib
+import logging
 import os
 import select
 
@@ -38,9 +39,19 @@ class _Log:
         return False
 
 
+class _Handler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        write_line(f"busload serve: {record.name}: {self.format(record)}")
+
+
 _log = _Log()
 
 
 def write_line(text: str) -> None:
     """Writes one line; drops it when stderr takes none, which the next line that is taken tells."""
     _log.write(f"{text}\n".encode(errors="backslashreplace"))
+
+
+def log_through_lines() -> None:
+    """What libraries have to say goes the same way: a handler of `logging` would wait for a reader."""
+    logging.basicConfig(level=logging.WARNING, handlers=[_Handler()], force=True)

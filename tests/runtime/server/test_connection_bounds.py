@@ -49,6 +49,28 @@ def test_what_is_not_http_gets_an_error_in_the_usual_shape(tiny: LiveServer) -> 
     assert json.loads(body)["error"]["code"] == "invalid_http"
 
 
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_another_protocol_on_offer_changes_nothing(tiny: LiveServer, size: int, chunked: bool) -> None:
+    """As Java's HttpClient begins each connection; in packets of any size, with a request behind it."""
+    content = b'{"prompt": "hello", "max_tokens": 3}'
+    offer = b"Host: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQA\r\n"
+    framing = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % len(content)
+    body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(content), content) if chunked else content
+    post = b"POST /v1/completions HTTP/1.1\r\n%b%b\r\n\r\n%b" % (offer, framing, body)
+    get = b"GET /v1/models HTTP/1.1\r\n%b\r\n" % offer
+    last = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    with connect(tiny) as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sent = post + get + post + last
+        for start in range(0, len(sent), size):
+            client.sendall(sent[start : start + size])
+        answer = client.makefile("rb").read()
+    assert answer.count(b"HTTP/1.1 200 OK") == 4, answer
+    assert answer.count(b'"text_completion"') == 2
+    assert answer.count(b'"object":"list"') == 1
+
+
 def test_a_body_in_tiny_chunks_is_no_flood(tiny: LiveServer) -> None:
     body = json.dumps({"prompt": "hello " * 4000, "max_tokens": 1}).encode()  # 24 kB, six times that on the wire
     response = tiny.http.post("/v1/completions", content=iter([bytes([byte]) for byte in body]))
