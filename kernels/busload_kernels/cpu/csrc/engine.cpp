@@ -19,8 +19,8 @@ constexpr int kOwnRows = 4;
 
 // So many rows are taken through all units of a matrix before the next: their activations stay in a core's L2 cache, and
 // unpacking the weights once more for each block of rows costs little beside them.
-constexpr int kBlockInputs = 3 << 17, kLeastBlock = 96;
-int row_block(int cols) { return std::max(kBlockInputs / cols, kLeastBlock); }
+constexpr int kBlockInputs = 3 << 17, kLeastBlock = 2;  // of panels
+int row_block(int cols) { return std::max(kBlockInputs / cols / kPanelRows, kLeastBlock) * kPanelRows; }
 
 // Segments of decoding rows whose sums can be kept apart in one step, counted per key-value head; rows beyond are done by
 // one thread each.
@@ -52,11 +52,12 @@ struct Arena {
 Activations take_activations(Arena& arena, int64_t rows, int cols) {
   Activations a{};
   a.cols = cols;
-  a.stride = rows | 1;
-  a.q = arena.take<int8_t>(a.stride * cols);
-  a.scale = arena.take<float>(a.stride * cols / kGroup);
-  a.offset = arena.take<float>(a.stride * cols / kGroup);
-  a.unbias = arena.take<int32_t>(a.stride * cols / kGroup);
+  a.stride = rows < kPanelRows ? (int)rows | 1 : kPanelRows;  // odd: groups a power of two apart would share cache sets
+  const int64_t groups = panels(rows) * a.stride * (cols / kGroup);
+  a.q = arena.take<int8_t>(groups * kGroup);
+  a.scale = arena.take<float>(groups);
+  a.offset = arena.take<float>(groups);
+  a.start = arena.take<int32_t>(groups);
   return a;
 }
 
@@ -252,19 +253,20 @@ struct Pass {
 
   static void copy_row(const Activations& from, int64_t row, const Activations& to, int64_t to_row) {
     for (int g = 0; g < from.cols / kGroup; g++) {
-      const int64_t i = g * from.stride + row, j = g * to.stride + to_row;
+      const int64_t i = from.index(row, g), j = to.index(to_row, g);
       memcpy(to.q + j * kGroup, from.q + i * kGroup, kGroup);
-      to.scale[j] = from.scale[i], to.offset[j] = from.offset[i], to.unbias[j] = from.unbias[i];
+      to.scale[j] = from.scale[i], to.offset[j] = from.offset[i], to.start[j] = from.start[i];
     }
   }
 
-  // f(item, first, rows) for all items and rows: one block of rows after the other, as `cols` inputs allow.
+  // f(item, first, rows) for all items and rows: one block of whole panels after the other, as `cols` inputs allow.
   template <class F>
   void share_blocks(int id, int rows, int cols, int items, F f) {
     const int most = row_block(cols), blocks = (rows + most - 1) / most;
     team.share(id, blocks * items, [&](int i) {
       const int64_t block = i / items;
-      const int first = (int)(rows * block / blocks), end = (int)(rows * (block + 1) / blocks);
+      const int first = (int)(panels(rows) * block / blocks) * kPanelRows;
+      const int end = std::min(rows, (int)(panels(rows) * (block + 1) / blocks) * kPanelRows);
       f(i % items, first, end - first);
     });
   }

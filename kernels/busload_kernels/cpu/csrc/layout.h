@@ -28,21 +28,28 @@ inline int64_t tile_bytes(int format) { return format == BL_W4 ? kTile4Bytes : k
 inline int64_t stripe_bytes(const BlMatrix& m) { return tile_bytes(m.format) * (m.cols / kGroup); }
 
 // Quantised activations: value = scale * q, |q| <= 127. `offset` is scale * sum(q), what a weight offset multiplies;
-// `unbias` is -128 * sum(q), what the 128 in W8 bytes adds too much to a dot product. The rows of a group lie together, so
-// that a kernel steps through the groups with one pointer for all of its rows; `stride` is odd, as groups a power of two
-// apart would share cache sets.
+// `start` is what integer sums with W8 bytes begin from: -128 * sum(q), what the 128 in them adds too much, and what the
+// instruction set wants besides (kSumStart). Rows come in panels. Those of one group in one panel lie together, so that a
+// kernel steps through the groups with one pointer for all of its rows, over memory that is close enough for the caches.
+constexpr int kPanelRows = 48;  // a multiple of the rows that any kernel computes at once
 struct Activations {
-  int8_t* q;        // [cols / 32][stride][32]
-  float* scale;     // [cols / 32][stride]
-  float* offset;    // [cols / 32][stride]
-  int32_t* unbias;  // [cols / 32][stride]
+  int8_t* q;       // [panels][cols / 32][stride][32]
+  float* scale;    // [panels][cols / 32][stride]
+  float* offset;   // [panels][cols / 32][stride]
+  int32_t* start;  // [panels][cols / 32][stride]
   int cols;
-  int64_t stride;  // at least the number of rows
+  int stride;  // kPanelRows, or less for a single panel
 
+  int64_t index(int64_t row, int group) const {
+    return (row / kPanelRows * (cols / kGroup) + group) * stride + row % kPanelRows;
+  }
+  // From the first row of a panel on.
   Activations from_row(int64_t row) const {
-    return {q + row * kGroup, scale + row, offset + row, unbias + row, cols, stride};
+    const int64_t i = index(row, 0);
+    return {q + i * kGroup, scale + i, offset + i, start + i, cols, stride};
   }
 };
+inline int64_t panels(int64_t rows) { return (rows + kPanelRows - 1) / kPanelRows; }
 
 // KV cache: [block][layer][kv head] of a tile for 32 tokens. An int8 tile: keys are lines of 16 tokens x 4 dims (byte = key + 128):
 // [2][head_dim / 4][16][4]; values are lines of 16 dims x 4 tokens (signed): [8][head_dim / 16][16][4]. So QK and PV

@@ -1,10 +1,12 @@
 // Linear layers: rows of quantised activations times one unit (32 outputs) of packed weights.
 //
-// Per group of 32 inputs the integer dot product is exact; then sum = dot * (weight scale * activation scale) + sum, and
+// Per group of 32 inputs the integer dot product is exact; then sum = (dot * weight scale) * activation scale + sum, and
 // where weights have offsets sum = weight offset * activation offset + sum. The order is the same in every variant below,
-// so a row's result does not depend on how many other rows are in the step. Those three or four instructions for eight of
+// so a row's result does not depend on how many other rows are in the step. Those two to four instructions for eight of
 // the dot product are the limit for many rows.
 #pragma once
+#include <algorithm>
+
 #include "kernels.h"
 
 namespace {
@@ -14,6 +16,8 @@ using namespace busload;
 // Bytes fetched ahead of the packed stream while few rows leave the arithmetic idle: 8 to 16 KB is worth a quarter of
 // the time at batch 1; 2 KB nothing.
 constexpr int kPrefetchAhead = 8192;
+
+static_assert(kPanelRows % kWideRows == 0);
 
 struct W4 {
   using Dot = DotNibbles;
@@ -77,15 +81,15 @@ inline Fetch share_of(const uint8_t* from, int bytes, int groups, int part, int 
   return offset < (int64_t)bytes * groups ? Fetch{from + offset, each} : Fetch{from, 0};
 }
 
-// Rows x Tiles block: tiles of one group lie `between` bytes apart, groups `per_group`; `w` is the first of `groups`.
+// Rows x Tiles block, within a panel: tiles of one group lie `between` bytes apart, groups `per_group`; `w` is the first of `groups`.
 template <class Format, int Rows, int Tiles>
 inline void block(const uint8_t* w, int64_t between, int64_t per_group, const Activations& x, Range groups, int row,
                   const Output& o, Fetch fetch) {
   using Dot = typename Format::Dot;
-  const int64_t first = groups.first * x.stride + row;
+  const int64_t first = x.index(row, groups.first);
   const int8_t* q = x.q + first * kGroup;
   const float *scale = x.scale + first, *offset = x.offset + first;
-  const int32_t* unbias = x.unbias + first;
+  const int32_t* start = x.start + first;
   F16 result[Rows][Tiles];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++)
@@ -99,7 +103,7 @@ inline void block(const uint8_t* w, int64_t between, int64_t per_group, const Ac
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 2
-      for (int t = 0; t < Tiles; t++) dots[r][t] = Dot::start(unbias + r);
+      for (int t = 0; t < Tiles; t++) dots[r][t] = Dot::start(start + r);
 #pragma GCC unroll 8
     for (int i = 0; i < kSteps; i++) {
       const int step = (i >> 1) + 4 * (i & 1);  // both nibbles of a line in turn
@@ -115,10 +119,10 @@ inline void block(const uint8_t* w, int64_t between, int64_t per_group, const Ac
     }
 #pragma GCC unroll 2
     for (int t = 0; t < Tiles; t++) {
-      const F16 weight_scale = Format::scale(w + t * between);
+      const SumScale weight_scale(Format::scale(w + t * between));
 #pragma GCC unroll 8
       for (int r = 0; r < Rows; r++)
-        result[r][t] = fma(to_float(Dot::total(dots[r][t])), mul(weight_scale, splat(scale[r])), result[r][t]);
+        result[r][t] = fma(weight_scale.times(Dot::total(dots[r][t])), splat(scale[r]), result[r][t]);
       if constexpr (Format::kOffset) {
         const F16 weight_offset = Format::offset(w + t * between);
 #pragma GCC unroll 8
@@ -127,7 +131,7 @@ inline void block(const uint8_t* w, int64_t between, int64_t per_group, const Ac
     }
     w += per_group;
     q += x.stride * kGroup;
-    scale += x.stride, offset += x.stride, unbias += x.stride;
+    scale += x.stride, offset += x.stride, start += x.stride;
   }
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++)
@@ -163,6 +167,12 @@ void linear_direct(const uint8_t* stripe, int64_t stripe_size, const Activations
   }
 }
 
+// Brings what the next block adds to, or writes over: rows are too far apart for the hardware to see it coming.
+inline void fetch_output(const Output& o, int row, int end) {
+  for (; row < end; row++)
+    for (int i = 0; i < kUnitRows; i += 16) __builtin_prefetch(o.out + row * o.stride + i, 1, 3);
+}
+
 // Many rows: unpacked to L1, as many groups as fit there, then blocks of rows, during which the next unit comes to L2.
 template <class Format>
 void linear_wide(const uint8_t* stripe, int64_t stripe_size, const Activations& x, int rows, const Output& o,
@@ -178,9 +188,10 @@ void linear_wide(const uint8_t* stripe, int64_t stripe_size, const Activations& 
                              wide + (g * tiles + t) * kWideBytes);
     const int parts = (rows + kWideRows - 1) / kWideRows * (tiles / kWideTiles);
     for (int row = 0, part = 0; row < rows;) {
-      const int left = rows - row;
+      const int left = std::min(rows, (row / kPanelRows + 1) * kPanelRows) - row;
       int count = left < kWideRows ? left : kWideRows;
       if (left > kWideRows && left < 2 * kWideRows) count = (left + 1) / 2;
+      fetch_output(o, row + count, std::min(rows, row + count + kWideRows));
       for (int t = 0; t < tiles; t += kWideTiles, part++)
         block_rows<Wide<Format>, kWideTiles, kWideRows>(
             count, wide + t * kWideBytes, kWideBytes, tiles * kWideBytes, x, range, row,

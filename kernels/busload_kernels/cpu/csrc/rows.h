@@ -63,7 +63,7 @@ inline void quantise_groups(const F16 (&low)[4], const F16 (&high)[4], const Act
   store_four(scale, scales), store_four(offset, mul(scales, to_float(sums))), store_four(sum, sums);
 #pragma GCC unroll 4
   for (int k = 0; k < 4; k++, index += step)
-    if (k < count) out.scale[index] = scale[k], out.offset[index] = offset[k], out.unbias[index] = -128 * sum[k];
+    if (k < count) out.scale[index] = scale[k], out.offset[index] = offset[k], out.start[index] = kSumStart - 128 * sum[k];
 }
 
 // Consecutive groups of one row, from `first` on: value(i) is sixteen of their values from i on.
@@ -77,7 +77,7 @@ inline void quantise_row(int groups, const Activations& out, int64_t row, int fi
       low[k] = k < count ? value((g + k) * kGroup) : splat(0);
       high[k] = k < count ? value((g + k) * kGroup + 16) : splat(0);
     }
-    quantise_groups(low, high, out, (first + g) * out.stride + row, out.stride, count);
+    quantise_groups(low, high, out, out.index(row, first + g), out.stride, count);
   }
 }
 
@@ -120,7 +120,7 @@ void gate(const float* gate_up, int rows, int activation, const Activations& out
       low[k] = k < count ? mul(activate(load(row), activation), load(row + 32)) : splat(0);
       high[k] = k < count ? mul(activate(load(row + 16), activation), load(row + 48)) : splat(0);
     }
-    quantise_groups(low, high, out, group * out.stride + r, 1, count);
+    quantise_groups(low, high, out, out.index(r, group), 1, count);
   }
 }
 

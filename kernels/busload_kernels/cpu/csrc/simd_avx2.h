@@ -157,6 +157,12 @@ inline int32_t load_word(const void* p) {
   return v;
 }
 
+constexpr int32_t kSumStart = 0;
+struct SumScale {
+  F16 factor;
+  explicit SumScale(F16 scale) : factor(scale) {}
+  F16 times(I16 sum) const { return mul(to_float(sum), factor); }
+};
 // A nibble times a signed byte, eight pairs a group: at most 8 * 2 * 15 * 127 = 30480, which 16 bits hold. So the sum of
 // a group needs one widening at its end.
 struct DotNibbles {

@@ -99,17 +99,28 @@ inline int32_t load_word(const void* p) {
 
 // Dot products of one line with 4 broadcast bytes, summed over a group. Where bytes carry a bias, `start` takes it out of
 // the sum. Wide tiles hold lines as `widen` makes them, for the steps of Wide.
+//
+// Sums start from the bits of 1.5 * 2^23, as a float which has no fraction bits: so the float of a sum's bits is its value more
+// than that, and one fma both converts and scales it. c is exact, scales have 11 bits (or a few more): what `times` returns
+// is the product, rounded once.
+constexpr float kSumStartFloat = 12582912.f;
+constexpr int32_t kSumStart = 0x4b400000;
+struct SumScale {
+  F16 factor, start;
+  explicit SumScale(F16 scale) : factor(scale), start(_mm512_mul_ps(scale, _mm512_set1_ps(-kSumStartFloat))) {}
+  F16 times(I16 sum) const { return _mm512_fmadd_ps(_mm512_castsi512_ps(sum), factor, start); }
+};
 struct DotNibbles {  // line 0..15, activations signed
   using Wide = DotNibbles;
   using Sum = __m512i;
   static Line widen(Line line) { return line; }
-  static Sum start(const int32_t*) { return _mm512_setzero_si512(); }
+  static Sum start(const int32_t*) { return _mm512_set1_epi32(kSumStart); }
   static void step(Sum& sum, Line line, int32_t x) { sum = _mm512_dpbusd_epi32(sum, line, _mm512_set1_epi32(x)); }
   static I16 total(Sum sum) { return sum; }
 };
 struct DotBytes : DotNibbles {  // line: value + 128
   using Wide = DotBytes;
-  static Sum start(const int32_t* unbias) { return _mm512_set1_epi32(*unbias); }
+  static Sum start(const int32_t* start) { return _mm512_set1_epi32(*start); }
 };
 
 // Attention. Keys are bytes with a bias against signed queries; values are signed against weights 0..255. A Word is what 4

@@ -154,6 +154,12 @@ inline int32_t load_word(const void* p) {
   return v;
 }
 
+constexpr int32_t kSumStart = 0;
+struct SumScale {
+  F16 factor;
+  explicit SumScale(F16 scale) : factor(scale) {}
+  F16 times(I16 sum) const { return mul(to_float(sum), factor); }
+};
 template <class Byte, class Activation, int Bias>
 struct DotPlain {
   static constexpr int kBias = 0;
