@@ -1,7 +1,7 @@
 """What the CPU engine computes, in numpy and fp64, rounding where it rounds. The fp32 reference says how much that
 rounding costs; this says that nothing but the rounding is different."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -14,7 +14,8 @@ Array: TypeAlias = NDArray[np.float64]
 _GROUP = 32
 _SPAN = 128
 # Where the products of neighbours are added in 16 bits, it is the largest sum of the sizes of two neighbouring dims of
-# a query that becomes 127, not the largest size.
+# a query that becomes 127, not the largest size, and the largest sum of the weights of two neighbouring tokens that
+# becomes 255.
 SUMS_PAIRS = ("avx2",)
 
 
@@ -36,11 +37,11 @@ def logits(weights: WeightFile, tokens: Sequence[int], isa: str, kv_precision: s
             if isa in SUMS_PAIRS:
                 pairs = np.abs(queries).reshape(n, -1, dim // 2, 2).sum(axis=-1)
                 step = pairs.max(axis=-1, keepdims=True) / 127
-                attended = _attend(np.rint(queries / step) * step, keys, whole, scales[..., 0])
+                attended = _attend(np.rint(queries / step) * step, keys, whole, scales[..., 0], _pairs_to_bytes)
             else:
-                attended = _attend(_rounded(queries, dim, 127), keys, whole, scales[..., 0])
+                attended = _attend(_rounded(queries, dim, 127), keys, whole, scales[..., 0], _to_bytes)
         else:
-            attended = _attend(queries, keys, values, None)
+            attended = _attend(queries, keys, values)
         x = x + _rounded(attended.reshape(n, -1), _GROUP, 127) @ _stored(layer.attention_output).T
         normed = _rounded(_norm(x, layer.vectors.ffn_norm, config.norm_eps), _GROUP, 127)
         gate, up = np.split(normed @ _stored(layer.gate_up).T, 2, axis=-1)
@@ -50,9 +51,15 @@ def logits(weights: WeightFile, tokens: Sequence[int], isa: str, kv_precision: s
     return last @ _stored(head).T
 
 
-def _attend(queries: Array, keys: Array, values: Array, scales: Array | None) -> Array:
-    """Causal. Unless `scales` is None, softmax weights times value scales are rounded in each span of 128 tokens, to
-    255 steps of their largest possible product."""
+def _attend(
+    queries: Array,
+    keys: Array,
+    values: Array,
+    scales: Array | None = None,
+    rounded: Callable[[Array], Array] | None = None,
+) -> Array:
+    """Causal. Softmax weights times value scales are `rounded` in each span of 128 tokens, as shares of their largest
+    possible product."""
     n, heads, dim = queries.shape
     result = np.empty_like(queries)
     for head in range(heads):
@@ -61,7 +68,7 @@ def _attend(queries: Array, keys: Array, values: Array, scales: Array | None) ->
         scores[np.triu_indices(n, 1)] = -np.inf
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
         weights /= weights.sum(axis=1, keepdims=True)
-        if scales is None:
+        if scales is None or rounded is None:
             result[:, head] = weights @ values[:, kv]
             continue
         visible = np.tril(np.broadcast_to(scales[:, kv], (n, n)))
@@ -71,9 +78,24 @@ def _attend(queries: Array, keys: Array, values: Array, scales: Array | None) ->
             whole = np.divide(
                 weights[:, tile] * visible[:, tile], top, out=np.zeros((n, len(range(n)[tile]))), where=top > 0
             )
-            weights[:, tile] = np.rint(whole * 255) * top / 255
+            weights[:, tile] = rounded(whole) * top
         result[:, head] = weights @ values[:, kv]
     return result
+
+
+def _to_bytes(shares: Array) -> Array:
+    """Of at most 1, rounded to steps of 1 / 255."""
+    whole: Array = np.rint(shares * 255) / 255
+    return whole
+
+
+def _pairs_to_bytes(shares: Array) -> Array:
+    """[rows, tokens] of at most 1, rounded to 15 bits, then by a whole factor / 2^15 which leaves no pair above 255."""
+    wide = np.rint(shares * 32767)
+    pairs = np.pad(wide, ((0, 0), (0, wide.shape[1] % 2))).reshape(len(wide), -1, 2).sum(axis=-1)
+    factor = np.minimum(255 * 2**15 // np.maximum(pairs.max(axis=1, keepdims=True), 1), 32767)
+    whole: Array = np.floor(wide * factor / 2**15 + 0.5) / factor * 2**15 / 32767
+    return whole
 
 
 def _quantise(x: Array, group: int, steps: int) -> tuple[Array, Array]:

@@ -29,6 +29,7 @@ __attribute__((noinline)) void weigh(const Span& span, const typename Cache::Que
     float* sum = sums.mass(first_row + r);
     store(sum, fma(mass, splat(weights.factors.more[r]), mul(load(sum), splat(weights.factors.before[r]))));
   }
+  Cache::settle(span, count, weights);
 }
 
 // f(integral_constant count) for a count known only at run time.

@@ -26,6 +26,7 @@ struct Fp32Cache {
   static void scores(const uint8_t* tile, const Queries&, int first_row, float* out, FetchTiles&);
   template <bool Masked>
   static F16 soften(const Span&, const Queries&, int row, int r, Weights&, FetchTiles&);
+  static void settle(const Span&, int, Weights&) {}
   template <int Count>
   static void add_values(const Span&, const Queries&, int first_row, const Weights&, const Sums&, FetchTiles&);
 };

@@ -7,10 +7,10 @@ namespace {
 
 constexpr int kUnroll = 4;  // lines of 4 dims
 
-// What a weight is multiplied with to become a byte: value scale over the largest one seen, times 255.
+// What a weight is multiplied with to become whole: value scale over the largest one seen, times kTop.
 struct ByteScale {
   alignas(64) float factor[kSpan];
-  float step;  // of a byte
+  float step;  // what a whole number stands for
 
   void set(const Span& span, int dim, int low, int high) {
     F16 top = splat(0);
@@ -22,8 +22,8 @@ struct ByteScale {
         top = max(top, seen);
       }
     const float largest_scale = largest(top);
-    step = largest_scale * (1.f / 255);
-    const F16 inverse = splat(largest_scale > 0 ? 255.f / largest_scale : 0.f);
+    step = largest_scale * (1.f / DotValues::kTop);
+    const F16 inverse = splat(largest_scale > 0 ? DotValues::kTop / largest_scale : 0.f);
     for (int i = span.begin * kBlockTokens; i < span.end * kBlockTokens; i += 16)
       store(factor + i, mul(load(factor + i), inverse));
   }
@@ -48,7 +48,7 @@ struct Int8Cache {
     }
   };
   struct Weights : Scores {
-    alignas(64) DotValues::Word words[kRowsAtOnce][kSpan / 4];
+    DotValues::Pack<kSpanBlocks> pack;
     ByteScale to_byte;
     bool whole_span = false;  // `to_byte` is that of the whole span
   };
@@ -58,6 +58,7 @@ struct Int8Cache {
   static void scores(const uint8_t* tile, const Queries&, int first_row, float* out, FetchTiles&);
   template <bool Masked>
   static F16 soften(const Span&, const Queries&, int row, int r, Weights&, FetchTiles&);
+  static void settle(const Span& span, int rows, Weights& weights) { weights.pack.finish(rows, span.begin, span.end, weights.step); }
   template <int Count>
   static void add_values(const Span&, const Queries&, int first_row, const Weights&, const Sums&, FetchTiles&);
 };
@@ -98,7 +99,7 @@ __attribute__((noinline)) void Int8Cache::scores(const uint8_t* tile, const Quer
   }
 }
 
-// A row's scores to bytes. Returns the sum of the weights by lane.
+// A row's scores to weights. Returns the sum of the weights by lane.
 template <bool Masked>
 inline F16 Int8Cache::soften(const Span& span, const Queries& rows, int row, int r, Weights& weights, FetchTiles& fetch) {
   const Seen seen = rows.seen(span, row);
@@ -107,18 +108,19 @@ inline F16 Int8Cache::soften(const Span& span, const Queries& rows, int row, int
     weights.to_byte.set(span, rows.job.model->head_dim, 0, kSpan), weights.whole_span = true;
   const F16 scale = splat(rows.scale[row]), peak = splat(-weights.peak[r]);
   F16 mass = splat(0);
-  for (int i = span.begin * kBlockTokens; i < span.end * kBlockTokens; i += kBlockTokens) {
+  weights.pack.start(r);
+  for (int b = span.begin; b < span.end; b++) {
     fetch.step();
     I16 rounded[2];
 #pragma GCC unroll 2
     for (int p = 0; p < 2; p++) {
-      const int at = i + 16 * p;
+      const int at = b * kBlockTokens + 16 * p;
       F16 weight = exp2_weight(fma(load(weights.score[r] + at), scale, peak));
       if (Masked) weight = seen(weight, at, 0);
       mass = add(mass, weight);
       rounded[p] = round_int(mul(weight, load(weights.to_byte.factor + at)));
     }
-    DotValues::store(weights.words[r] + i / 4, rounded[0], rounded[1]);
+    weights.pack.put(r, b, rounded[0], rounded[1]);
   }
   weights.step[r] = weights.factors.more[r] * weights.to_byte.step;
   return mass;
@@ -136,7 +138,7 @@ __attribute__((noinline)) void Int8Cache::add_values(const Span& span, const Que
       for (int p = 0; p < kValueParts; p++) total[r][p] = splat_int(0);
     for (int b = span.begin; b < span.end; b++) {
       const uint8_t* values = span.tile[b] + kBlockTokens * dim + 4 * d;
-      const DotValues::Word* words = weights.words[0] + b * (kBlockTokens / 4);
+      const DotValues::Word* words = weights.pack.words[0] + b * (kBlockTokens / 4);
 #pragma GCC unroll 8
       for (int g = 0; g < kBlockTokens / 4; g++) {
         fetch.step();

@@ -234,34 +234,64 @@ struct DotKeys {
     pin(sum.b);
   }
 };
-// Weights and values are widened to 16 bits, first and third of the four in one register, second and fourth in the other:
-// smaller weights would cost too much accuracy.
+// Weights are rounded to 15 bits, then to bytes such that no pair of neighbours is together above 255 (256 by rounding), so
+// its products stay below 256 * 127: a weight that stands out keeps 8 bits, and among equals 7 are enough.
 struct DotValues {
-  struct Operand { __m256i even[2], odd[2]; };
-  struct Word { int32_t even, odd; };
+  using Operand = Line;
+  using Word = int32_t;
+  static constexpr float kTop = 32767;
   // The words of a block's 32 weights, in the order that packing leaves: those of keys 4g..4g+3 are at place(g).
-  static constexpr int place(int g) { return g / 4 * 4 + 2 * (g % 2) + g % 4 / 2; }
-  static __m256i pack(I16 v) {
-    const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15,  //
-                                           0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
-    return _mm256_shuffle_epi8(_mm256_packus_epi32(v.a, v.b), order);
+  static constexpr int place(int g) { return g / 2 + 4 * (g % 2); }
+
+  // Weights of the rows that are computed at once, for so many blocks: `put` takes those of one block, at most kTop, and
+  // `finish` multiplies `steps` with what bytes are to be multiplied with to be relative to kTop.
+  template <int Blocks>
+  class Pack {
+    static_assert(kRowsAtOnce == 4);
+
+   public:
+    alignas(32) Word words[kRowsAtOnce][Blocks * 8];
+
+    void start(int row) { pairs_[row] = _mm256_setzero_si256(); }
+    void put(int row, int block, I16 a, I16 b) {
+      const __m256i one = _mm256_set1_epi16(1), low = _mm256_packus_epi32(a.a, a.b), high = _mm256_packus_epi32(b.a, b.b);
+      wide_[row][block][0] = low, wide_[row][block][1] = high;
+      const __m256i pairs = _mm256_max_epi32(_mm256_madd_epi16(low, one), _mm256_madd_epi16(high, one));
+      pairs_[row] = _mm256_max_epi32(pairs_[row], pairs);
+    }
+    void finish(int rows, int begin, int end, float* steps) {
+      __m256 size[kRowsAtOnce];
+      for (int r = 0; r < kRowsAtOnce; r++) size[r] = _mm256_cvtepi32_ps(r < rows ? pairs_[r] : _mm256_setzero_si256());
+      const __m128 pair = _mm256_castps256_ps128(
+          fold_four(size[0], size[1], size[2], size[3], [](__m256 x, __m256 y) { return _mm256_max_ps(x, y); }));
+      // Over 2^15, as vpmulhrsw multiplies.
+      const __m128 most = _mm_min_ps(_mm_div_ps(_mm_set1_ps(255 * 32768.f), _mm_max_ps(pair, _mm_set1_ps(1))), _mm_set1_ps(32767));
+      const __m128i factors = _mm_cvttps_epi32(most);
+      alignas(16) int32_t factor[4];
+      alignas(16) float step[4];
+      _mm_store_si128((__m128i*)factor, factors);
+      _mm_store_ps(step, _mm_div_ps(_mm_set1_ps(32768), _mm_cvtepi32_ps(factors)));
+      for (int r = 0; r < rows; r++) {
+        const __m256i by = _mm256_set1_epi16((int16_t)factor[r]);
+        for (int b = begin; b < end; b++)
+          _mm256_store_si256((__m256i*)words[r] + b, _mm256_packus_epi16(_mm256_mulhrs_epi16(wide_[r][b][0], by),
+                                                                        _mm256_mulhrs_epi16(wide_[r][b][1], by)));
+        steps[r] *= step[r];
+      }
+    }
+
+   private:
+    __m256i wide_[kRowsAtOnce][Blocks][2], pairs_[kRowsAtOnce];  // 16 bits; the largest sums of neighbours
+  };
+  static Operand prepare(Line line) { return line; }
+  static __m256i half(__m256i values, __m256i w) {
+    return _mm256_madd_epi16(_mm256_maddubs_epi16(w, values), _mm256_set1_epi16(1));
   }
-  static void store(Word* p, I16 a, I16 b) {
-    _mm256_storeu_si256((__m256i*)p, pack(a)), _mm256_storeu_si256((__m256i*)p + 1, pack(b));
-  }
-  static __m256i even(__m256i v) { return _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8); }
-  static Operand prepare(Line line) {
-    return {{even(line.a), even(line.b)}, {_mm256_srai_epi16(line.a, 8), _mm256_srai_epi16(line.b, 8)}};
-  }
-  static void step(I16& sum, const Operand& values, const Word& weights) {
-    const __m256i even = _mm256_set1_epi32(weights.even), odd = _mm256_set1_epi32(weights.odd);
-    sum.a = _mm256_add_epi32(sum.a, _mm256_madd_epi16(values.even[0], even));
+  static void step(I16& sum, const Operand& values, Word word) {
+    const __m256i w = _mm256_set1_epi32(word);
+    sum.a = _mm256_add_epi32(sum.a, half(values.a, w));
     pin(sum.a);
-    sum.b = _mm256_add_epi32(sum.b, _mm256_madd_epi16(values.even[1], even));
-    pin(sum.b);
-    sum.a = _mm256_add_epi32(sum.a, _mm256_madd_epi16(values.odd[0], odd));
-    pin(sum.a);
-    sum.b = _mm256_add_epi32(sum.b, _mm256_madd_epi16(values.odd[1], odd));
+    sum.b = _mm256_add_epi32(sum.b, half(values.b, w));
     pin(sum.b);
   }
 };

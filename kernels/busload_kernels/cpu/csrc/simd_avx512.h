@@ -139,9 +139,17 @@ struct DotValues {
   using Word = int32_t;
   // The words of a block's 32 weights, in the order that packing leaves: those of keys 4g..4g+3 are at place(g).
   static constexpr int place(int g) { return 2 * (g % 4) + g / 4; }
-  static void store(Word* p, I16 a, I16 b) {
-    _mm256_storeu_si256((__m256i*)p, _mm512_cvtusepi16_epi8(_mm512_packus_epi32(a, b)));
-  }
+  static constexpr float kTop = 255;
+  // Weights of the rows that are computed at once, for so many blocks: `put` takes those of one block, at most kTop.
+  template <int Blocks>
+  struct Pack {
+    alignas(32) Word words[kRowsAtOnce][Blocks * 8];
+    void start(int) {}
+    void put(int row, int block, I16 a, I16 b) {
+      _mm256_store_si256((__m256i*)words[row] + block, _mm512_cvtusepi16_epi8(_mm512_packus_epi32(a, b)));
+    }
+    void finish(int, int, int, float*) {}
+  };
   static Operand prepare(Line line) { return line; }
   static void step(I16& sum, Operand values, Word w) { sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi32(w), values); }
 };

@@ -192,7 +192,17 @@ struct DotValues : DotPlain<int8_t, uint8_t, 0> {
   using Word = int32_t;
   // The words of a block's 32 weights: those of keys 4g..4g+3 are at place(g).
   static constexpr int place(int g) { return g; }
-  static void store(Word* p, I16 a, I16 b) { store_bytes(p, a), store_bytes(p + 4, b); }
+  static constexpr float kTop = 255;
+  // Weights of the rows that are computed at once, for so many blocks: `put` takes those of one block, at most kTop.
+  template <int Blocks>
+  struct Pack {
+    Word words[kRowsAtOnce][Blocks * 8];
+    void start(int) {}
+    void put(int row, int block, I16 a, I16 b) {
+      store_bytes(words[row] + 8 * block, a), store_bytes(words[row] + 8 * block + 4, b);
+    }
+    void finish(int, int, int, float*) {}
+  };
   static Operand prepare(Line line) { return line; }
 };
 
