@@ -5,9 +5,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +12,8 @@ from pathlib import Path
 from busload_runtime.model.bundled import resolve_source
 from e2e.access import free_port
 from e2e.bench.peers.busload import MODEL
-from e2e.bench.peers.work import Measure, measure_http
-from e2e.cluster.shell import Failure, last_lines, run
+from e2e.bench.peers.work import Measure, ended, measure_http, wait_until_healthy
+from e2e.cluster.shell import Failure, run
 
 _TOKENS_PER_REQUEST = 512
 _START_SECONDS = 120
@@ -92,17 +89,10 @@ class LlamaCpp:
             process = subprocess.Popen(
                 ["unshare", "--mount", "sh", "-c", script, "sh", str(self._root)], stdout=log, stderr=log
             )
-            try:
+            with ended(process):
                 url = f"http://127.0.0.1:{port}"
-                _wait_until_healthy(process, url, log.fileno())
+                wait_until_healthy("llama-server", process, url, log.fileno(), _START_SECONDS)
                 yield lambda work: measure_http(f"{url}/v1", "smollm2", work)
-            finally:
-                process.terminate()
-                try:
-                    process.wait(20)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
 
 
 def _mirror() -> list[str]:
@@ -112,17 +102,3 @@ def _mirror() -> list[str]:
     texts = [path.read_text() for path in sources if path.is_file()]
     found = re.search(r"https?://[^\s/]+/debian/?(?=\s|$)", "\n".join(texts))
     return [found[0]] if found else []
-
-
-def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: int) -> None:
-    deadline = time.monotonic() + _START_SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
-                if answer.status == 200:
-                    return
-        except (urllib.error.URLError, OSError):
-            pass
-        time.sleep(0.2)
-    text = os.pread(log, 1 << 20, 0).decode(errors="replace")
-    raise Failure(f"llama-server was not ready (exit code {process.poll()}):\n{last_lines(text)}")

@@ -1,8 +1,13 @@
 """What every server has to do, and what a peer is."""
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import os
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,7 +17,7 @@ from busload_runtime.bench.options import BenchOptions
 from busload_runtime.bench.outcome import Level
 from busload_runtime.bench.run import measure
 from busload_runtime.bench.workload import Workload
-from e2e.cluster.shell import Failure
+from e2e.cluster.shell import Failure, last_lines
 
 
 @dataclass(frozen=True)
@@ -62,3 +67,32 @@ def measure_http(url: str, model: str, work: Work) -> Level:
     if level.errors:
         raise Failure(f"{len(level.errors)} of {len(level.outcomes)} requests failed: {level.errors[0]}")
     return level
+
+
+def wait_until_healthy(name: str, process: subprocess.Popen[bytes], url: str, log: int, seconds: float) -> None:
+    """Until /health answers 200. Raises `Failure` with the end of its log when it ended or was not ready in time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        except (urllib.error.URLError, OSError):
+            pass
+        time.sleep(0.2)
+    text = os.pread(log, 1 << 20, 0).decode(errors="replace")
+    raise Failure(f"{name} was not ready (exit code {process.poll()}):\n{last_lines(text)}")
+
+
+@contextmanager
+def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Ends the process with the context, by SIGKILL when SIGTERM does not within 20 s."""
+    try:
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
