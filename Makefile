@@ -27,7 +27,7 @@ demo-down: ## Removes all that `make demo` brought up
 setup: ## Virtual environment with everything the tests need
 	@$(PYTHON) -m e2e.setup test
 
-.PHONY: test test-unit test-contract test-kernels kernel-gate soak soak-short e2e lint
+.PHONY: test test-unit test-contract test-kernels kernel-gate gpu-check soak soak-short e2e lint
 test: lint kernel-gate test-unit soak-short e2e ## Everything: lint, types, unit tests, a minute of soak, end-to-end tests
 test-unit: setup ## Unit and property tests (no cluster)
 	$(PY) -m pytest tests
@@ -38,6 +38,8 @@ test-kernels: kernel-gate ## GPU kernels without a GPU: compiled for sm_80, sm_9
 	$(PY) -m pytest tests/kernels/gpu
 kernel-gate: setup
 	$(PY) -m busload_kernels.gpu.gate
+gpu-check: ## On a machine with a GPU and torch: kernels right, tiles tuned, times, tokens/s (10 minutes)
+	e2e/gpu/check.sh $(ARGS)
 e2e: setup ## End-to-end tests on the embedded cluster (root, Go)
 	$(PY) -m pytest e2e
 soak soak-short: setup

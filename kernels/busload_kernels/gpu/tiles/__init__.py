@@ -1,10 +1,10 @@
 """Tables of tiles: which cut of a kernel is fast on which device, as data.
 
-`<device>-triton<version>.json` holds what was measured there (device in lower case, dashes for spaces: nvidia-h200),
-`<device>.json` what holds for any version, `default.json` what compiles without spills on sm_80, sm_90 and sm_100. A
-table maps a kernel to entries. An entry matches when each of its keys equals what is asked (a key that it leaves out
-matches anything) and its `rows`, if it has them, are at least those asked. The first table with a match wins, within
-it the match with the fewest rows, then the first.
+`<device>-triton<version>.json` holds what `e2e/gpu/check.sh` measured there (device in lower case, dashes for spaces:
+nvidia-h200), `<device>.json` what holds for any version, `default.json` what compiles without spills on sm_80, sm_90
+and sm_100. A table maps a kernel to entries. An entry matches when each of its keys equals what is asked (a key that it
+leaves out matches anything) and its `rows`, if it has them, are at least those asked. The first table with a match
+wins, within it the match with the fewest rows, then the first.
 """
 
 import json
@@ -22,7 +22,7 @@ _HOW = ("sizes", "num_warps", "num_stages", "rows")
 
 def tile_for(kernel: str, device: str, rows: int = 0, **shape: object) -> Tile:
     """The tile of `kernel` for a device name as CUDA gives it, for at least `rows` rows and this shape."""
-    for name in _table_names(device):
+    for name in table_names(device):
         matches = [
             entry
             for entry in _table(name).get(kernel, ())
@@ -33,11 +33,12 @@ def tile_for(kernel: str, device: str, rows: int = 0, **shape: object) -> Tile:
             return Tile(found["sizes"], found["num_warps"], found["num_stages"])
     asked = ", ".join(f"{key} {value}" for key, value in {"rows": rows, **shape}.items())
     raise GpuKernelError(
-        f"no tile for {kernel} with {asked} in {', '.join(_table_names(device))}: add an entry to default.json"
+        f"no tile for {kernel} with {asked} in {', '.join(table_names(device))}: add an entry to default.json"
     )
 
 
-def _table_names(device: str) -> tuple[str, ...]:
+def table_names(device: str) -> tuple[str, ...]:
+    """The files that may know a device; the first with a match wins."""
     slug = device.lower().replace(" ", "-")
     version = ".".join(triton.__version__.split(".")[:2])
     return f"{slug}-triton{version}.json", f"{slug}.json", "default.json"
