@@ -55,8 +55,8 @@ class RandomCheckpoint:
         return LayerTensors(
             attention_norm=self._ones(shape.hidden),
             ffn_norm=self._ones(shape.hidden),
-            qkv=self._matrix(attended + 2 * keys, shape.hidden),
-            qkv_bias=None,
+            qkv=(self._matrix(attended + 2 * keys, shape.hidden),),
+            qkv_bias=(),
             query_norm=head_norm,
             key_norm=head_norm,
             attention_output=self._matrix(shape.hidden, attended),
