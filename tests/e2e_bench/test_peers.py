@@ -85,7 +85,14 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, ours: float, *others: Pre
     monkeypatch.setattr(peers, "Busload", lambda: Pretended("busload", ours))
     monkeypatch.setattr(peers, "PEERS", {other.name: lambda cache, other=other: other for other in others})
     monkeypatch.setattr(peers.machine, "busy_share", lambda: 0.5)
-    arguments = [f"--cache={folder}", "--concurrency=1,8", "--repeats=2", f"--json={folder / 'out.json'}"]
+    names = ",".join(other.name for other in others)
+    arguments = [
+        f"--cache={folder}",
+        f"--peers={names}",
+        "--concurrency=1,8",
+        "--repeats=2",
+        f"--json={folder / 'out.json'}",
+    ]
     monkeypatch.setattr("sys.argv", ["peers", *arguments])
     return peers.main()
 
