@@ -8,7 +8,7 @@ wins, within it the match with the fewest rows, then the first.
 """
 
 import json
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..launch import Tile
 _HOW = ("sizes", "num_warps", "num_stages", "rows")
 
 
+@lru_cache(maxsize=4096)  # a step asks for every layer
 def tile_for(kernel: str, device: str, rows: int = 0, **shape: object) -> Tile:
     """The tile of `kernel` for a device name as CUDA gives it, for at least `rows` rows and this shape."""
     for name in table_names(device):

@@ -23,7 +23,13 @@ LIBRARY_ROWS = 512
 """Rows from which on cuBLAS multiplies floats faster than our kernel."""
 _PROGRAMS = 256
 """Programs of decode attention for each key/value head, at most: about two for each multiprocessor."""
-_FORMATS = {torch.int8: "w8a16", torch.float8_e4m3fn: "w8a16", torch.uint8: "w4a16"}
+_FORMATS = {
+    torch.int8: ("w8a16", "int8"),
+    torch.float8_e4m3fn: ("w8a16", "fp8"),
+    torch.uint8: ("w4a16", "int4"),
+    torch.float16: ("w16a16", "fp16"),
+}
+"""What the tables of tiles call weights of a type."""
 
 
 class TritonOps:
@@ -171,5 +177,7 @@ class TritonOps:
         )
 
     def _tile(self, rows: int, weight: Weight) -> Tile:
-        form = _FORMATS.get(weight.values.dtype, "w16a16")
-        return tile_for("linear", self._device_name, rows=rows, format=form)
+        form, name = _FORMATS.get(weight.values.dtype, ("w16a16", "bf16"))
+        outputs, inputs = weight.values.shape
+        inputs *= 2 if form == "w4a16" else 1
+        return tile_for("linear", self._device_name, rows=rows, format=form, dtype=name, n=outputs, k=inputs)
