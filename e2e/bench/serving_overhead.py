@@ -34,6 +34,7 @@ from busload_runtime.engine.memory import Budget, MemoryPlan
 from busload_runtime.engine.messages import Submit, ToEngine
 from busload_runtime.engine.plan import Plan, Sampled
 from busload_runtime.engine.process import serve
+from busload_runtime.executors.contract import DeviceMemory
 
 _PROMPT_TOKENS = 128
 _BLOCK_TOKENS = 32
@@ -48,6 +49,7 @@ class _NoModel:
     vocab_size = 49152
     context_length = 1 << 20
     copy_bandwidth = 1e9
+    device_memory: DeviceMemory | None = None
 
     def activation_bytes(self, token_budget: int, batch_size: int) -> int:
         return 1

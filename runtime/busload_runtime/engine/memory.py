@@ -48,6 +48,11 @@ def find_budget(flag: int | None, proc: Path = Path("/proc"), cgroups: Path = Pa
     return Budget(info["MemAvailable"], "available memory")
 
 
+def device_budget(flag: int | None, name: str, num_bytes: int) -> Budget:
+    """Of a device with memory of its own: the flag, else all that it has."""
+    return Budget(num_bytes, name) if flag is None else Budget(min(flag, num_bytes), "--memory")
+
+
 def private_bytes(process: int | str = "self", proc: Path = Path("/proc")) -> int:
     """Resident memory of a process that is not backed by a file, 0 for a process that is gone."""
     status = _read_table(proc / str(process) / "status")

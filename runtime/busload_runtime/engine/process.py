@@ -27,6 +27,7 @@ from busload_runtime.engine.loop import Engine
 from busload_runtime.engine.memory import (
     LimitsImpossible,
     MemoryPlan,
+    device_budget,
     find_budget,
     measure_overhead,
     private_bytes,
@@ -154,16 +155,19 @@ def start(
     Raises `ModelError`, `ExecutorError` or `LimitsImpossible`."""
     started = time.monotonic()
     before_load = private_bytes()
-    budget = find_budget(memory)
     with ThreadPoolExecutor(1) as beside:  # its file and tables are read while the weights are
         loading = None if load_vocabulary is None else beside.submit(load_vocabulary, source)
         executor = load(executor_name, source)
         grammars = None if loading is None else Grammars(loading.result().compile, wake)
     return_freed_memory()
+    if (device := executor.device_memory) is None:
+        budget, overhead = find_budget(memory), measure_overhead(before_load, executor.weight_bytes)
+    else:
+        budget, overhead = device_budget(memory, device.name, device.num_bytes), device.taken
     plan = MemoryPlan(
         budget=budget,
         weights=executor.weight_bytes,
-        overhead=measure_overhead(before_load, executor.weight_bytes),
+        overhead=overhead,
         block_size=executor.block_size,
         bytes_per_block=executor.bytes_per_block,
         context_length=executor.context_length,

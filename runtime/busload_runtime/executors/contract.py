@@ -1,9 +1,20 @@
 """What the engine asks of an executor. `reference` is the oracle for all others; all run the same conformance tests."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from busload_runtime.engine.plan import Plan, Sampled
+
+
+class DeviceMemory(NamedTuple):
+    """Memory of a device that has its own. Weights, KV cache and steps live there, not in this process's memory."""
+
+    name: str
+    """Of the device, for messages."""
+    num_bytes: int
+    """What it has in all."""
+    taken: int
+    """What neither weights nor steps nor KV cache take: the driver, other processes, what must stay free."""
 
 
 class Executor(Protocol):
@@ -18,6 +29,8 @@ class Executor(Protocol):
     vocab_size: int
     context_length: int
     """Longest sequence the model was made for, in tokens."""
+    device_memory: DeviceMemory | None
+    """None: everything lives in this process's memory."""
     copy_bandwidth: float
     """Measured at construction, bytes per second (read plus write)."""
 

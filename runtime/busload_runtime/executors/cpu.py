@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from busload_kernels.cpu import library as native
 from busload_kernels.cpu.errors import KernelError
 from busload_runtime.engine.plan import Chunk, Logprobs, Plan, Sampled, SamplingParams, Shaping
+from busload_runtime.executors.contract import DeviceMemory
 from busload_runtime.executors.cpu_model import PackedModel
 from busload_runtime.executors.cpu_threads import usable_threads
 from busload_runtime.executors.errors import ExecutorError, wrong_plan
@@ -72,6 +73,7 @@ class CpuExecutor:
         self.weight_bytes = self._model.weight_bytes
         self.vocab_size = weights.config.vocab_size
         self.context_length = weights.config.context_length
+        self.device_memory: DeviceMemory | None = None
         self.copy_bandwidth = self.measure_bandwidth(copy=True)
         self._max_blocks = self._num_blocks = 0
 

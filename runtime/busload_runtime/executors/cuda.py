@@ -12,17 +12,29 @@ import torch
 from numpy.typing import NDArray
 
 from busload_runtime.engine.plan import Chunk, Plan, Sampled
+from busload_runtime.executors.contract import DeviceMemory
 from busload_runtime.executors.errors import ExecutorError
 from busload_runtime.executors.plan_check import check_chunks
 from busload_runtime.executors.sampling import masks_of
 from busload_runtime.executors.torch_model import draw, loading
 from busload_runtime.executors.torch_model.device import Device, measure_copy_bandwidth, open_device
-from busload_runtime.executors.torch_model.kv_cache import BLOCK_SIZE, CacheShape, KvCache
+from busload_runtime.executors.torch_model.graphs import (
+    DecodeGraphs,
+    bucket_for,
+    padded,
+    recorder,
+)
+from busload_runtime.executors.torch_model.kv_cache import BLOCK_SIZE, CacheShape, DeviceCache, KvCache, new_cache
 from busload_runtime.executors.torch_model.loading import FLOATS, QUANTISED, Checkpoint, Placement
 from busload_runtime.executors.torch_model.ops import Tensor
-from busload_runtime.executors.torch_model.step import Staging, arrange, in_order, step_of
+from busload_runtime.executors.torch_model.step import Arrays, Staging, arrange, in_order, step_of, worst_case
 from busload_runtime.executors.torch_model.torch_ops import TorchOps
 from busload_runtime.executors.torch_model.triton_ops import TritonOps
+
+MEASURED_SLACK = 1.1
+"""How much more than was measured a step may allocate: the allocator rounds, and draws with bias copy logits."""
+KEPT_FREE = 2**29
+"""Bytes of a GPU that are left alone: compiled kernels, libraries' workspaces, fragments of the allocator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +77,73 @@ class CudaExecutor:
         self.vocab_size = config.vocab_size
         self.context_length = loading.context_length(config)
         self.copy_bandwidth = measure_copy_bandwidth(self._device.torch)
-        self.reserve(0)
+        self.device_memory = self._measure_memory()
+        self._peaks: dict[tuple[int, int], int] = {}
+        self._cache, self._graphs = self._new_cache(1)
 
     def activation_bytes(self, token_budget: int, batch_size: int) -> int:
-        config, size = self._config, FLOATS[self._device.float_name].itemsize
+        """On a GPU measured, by a step of this size that writes nothing; on the CPU an upper bound by counting."""
+        batch_size = min(batch_size, token_budget)
+        if isinstance(self._cache, DeviceCache):
+            # Beside a step's own memory, what the captured graphs keep between steps.
+            step, graphs = self._peak(token_budget, batch_size), self._peak(batch_size, batch_size)
+            return int(MEASURED_SLACK * (step + graphs)) + self._cache.rounding_bytes + self._split_bytes(batch_size)
+        config = self._config
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        # Each term counts the arrays that are alive at once in `Decoder.logits`.
+        # Arrays that are alive at once in `Decoder.logits`; dequantised copies of a matrix and of a request's cache.
         per_token = 4 * config.hidden_size + 3 * (q_size + kv_size) + 2 * config.ffn_size
-        logits = 3 * batch_size * config.vocab_size * 4
-        if self._device.is_gpu:
-            return int(size * token_budget * per_token + logits + 2**28)
-        # Plain operations compute in fp32, on dequantised copies of a matrix and of a request's cache.
+        logits = 3 * batch_size * config.vocab_size
         matrices = max(config.vocab_size, 2 * config.ffn_size, q_size + 2 * kv_size) * config.hidden_size
         scores = 3 * config.num_heads * token_budget * config.context_length
         cached = 6 * kv_size * config.context_length
-        return 4 * (2 * token_budget * per_token + 2 * matrices + scores + cached) + logits + 2**24
+        return 4 * (2 * token_budget * per_token + 2 * matrices + scores + cached + logits) + 2**24
 
     def reserve(self, max_blocks: int) -> None:
-        self._cache = KvCache(self._cache_shape, max(1, max_blocks))
+        if isinstance(self._cache, DeviceCache):
+            self._graphs.clear()  # they know the old addresses
+            self._cache.close()
+        self._cache, self._graphs = self._new_cache(max(1, max_blocks))
+
+    def _new_cache(self, max_blocks: int) -> tuple[KvCache, DecodeGraphs]:
+        # Sequences may share blocks, and so have more tokens than the pool; beyond this a step goes without a graph.
+        tokens = 2 * max_blocks * BLOCK_SIZE
+        graphs = DecodeGraphs(
+            self._decode,
+            recorder(self._device.torch),
+            self._device.torch,
+            lambda bucket: self._ops.room(bucket, tokens, self.context_length),
+        )
+        return new_cache(self._device.torch, self._cache_shape, max_blocks), graphs
+
+    def _split_bytes(self, batch: int) -> int:
+        """What attention keeps between its launches for caches that fill the device, at most."""
+        assert self.device_memory is not None
+        tokens = 2 * self.device_memory.num_bytes // self.bytes_per_block * BLOCK_SIZE
+        items = sum(self._ops.room(batch, tokens, self.context_length).values())
+        return items * self._config.num_heads * (self._config.head_dim + 2) * 4
+
+    def _peak(self, tokens: int, batch: int) -> int:
+        """Most bytes that a step of this size has allocated at once beside weights and cache."""
+        if (tokens, batch) not in self._peaks:
+            device, scratch = self._device.torch, new_cache(self._device.torch, self._cache_shape, 1)
+            scratch.resize(1)
+            torch.cuda.synchronize(device)
+            before = torch.cuda.memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            self.run_worst_case(tokens, batch, scratch)
+            torch.cuda.synchronize(device)
+            self._peaks[tokens, batch] = torch.cuda.max_memory_allocated(device) - before
+            if isinstance(scratch, DeviceCache):
+                scratch.close()
+        return self._peaks[tokens, batch]
+
+    def run_worst_case(self, tokens: int, batch: int, cache: KvCache) -> None:
+        """A step of `tokens` tokens with `batch` draws that reads block 0 of `cache` alone and writes nothing."""
+        drawing = worst_case(tokens, batch, self.context_length)
+        arrays = arrange(in_order(drawing), range(min(batch, tokens)), BLOCK_SIZE)
+        arrays["slots"][:] = -1
+        with torch.inference_mode():
+            self._decode(self._uploaded(arrays | draw.draw_arrays((), min(batch, tokens))), cache)
 
     def resize(self, num_blocks: int) -> None:
         self._cache.resize(num_blocks)
@@ -97,12 +158,11 @@ class CudaExecutor:
         if not chunks:
             return []
         with torch.inference_mode():
-            logits, tensors = self._compute(chunks, [row for _, row in rows], drawing)
-            draws = draw.draws_of(tensors)
+            arrays = arrange(chunks, [row for _, row in rows], BLOCK_SIZE)
+            tokens, logits, tensors = self._step(arrays, drawing)
             if draw.needs_shaping(drawing, masks):
+                draws = draw.draws_of(tensors, len(drawing))
                 tokens = draw.draw_shaped(logits, drawing, masks, draws, self._ops)
-            else:
-                tokens = draw.draw(logits, draws, self._ops)
             answers = draw.sampled(drawing, tokens.tolist(), logits)
         by_request = {answer.request_id: answer for answer in answers}
         return [by_request[chunk.request_id] for chunk in plan.chunks if chunk.sampling is not None]
@@ -115,18 +175,38 @@ class CudaExecutor:
         first = np.cumsum([0, *(len(chunk.tokens) for chunk in chunks)])
         moved = np.concatenate([np.arange(first[index], first[index + 1]) for index in order]).argsort()
         with torch.inference_mode():
-            logits, _ = self._compute([chunks[index] for index in order], moved[list(rows)].tolist(), [])
+            arrays = arrange([chunks[index] for index in order], moved[list(rows)].tolist(), BLOCK_SIZE)
+            logits = self._model.logits(step_of(self._uploaded(arrays)), self._cache, self._ops)
         found: NDArray[np.float32] = logits.cpu().numpy()
         return found
 
-    def _compute(
-        self, chunks: Sequence[Chunk], rows: Sequence[int], drawing: Sequence[Chunk]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Logits of `rows`, and all that was uploaded for the step."""
-        arrays = arrange(chunks, rows, BLOCK_SIZE)
-        arrays |= self._ops.extras(arrays)
-        staging = Staging.of(arrays | draw.draw_arrays(drawing), self._device.torch)
-        return self._model.logits(step_of(staging.device), self._cache, self._ops), staging.device
+    def _step(self, arrays: Arrays, drawing: Sequence[Chunk]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Tokens [R] and logits [R, vocab] of a step, and all that was uploaded for it."""
+        rows = len(arrays["rows"])
+        bucket = bucket_for(rows) if rows == len(arrays["tokens"]) else None  # every token is a decode, and draws
+        if bucket is not None:
+            wide = padded(arrays, bucket, -(-self.context_length // BLOCK_SIZE))
+            found = self._graphs.run(bucket, wide | self._ops.extras(wide) | draw.draw_arrays(drawing, bucket))
+            if found is not None:
+                (tokens, logits), tensors = found
+                return tokens[:rows], logits[:rows], tensors
+        tensors = self._uploaded(arrays | draw.draw_arrays(drawing, rows))
+        return *self._decode(tensors), tensors
+
+    def _decode(self, tensors: dict[str, Tensor], cache: KvCache | None = None) -> tuple[Tensor, Tensor]:
+        logits = self._model.logits(step_of(tensors), cache or self._cache, self._ops)
+        return draw.draw(logits, draw.draws_of(tensors), self._ops), logits
+
+    def _uploaded(self, arrays: Arrays) -> dict[str, Tensor]:
+        return Staging.of(arrays | self._ops.extras(arrays), self._device.torch).device
+
+    def _measure_memory(self) -> DeviceMemory | None:
+        """What the GPU has and others take of it, once the weights are there."""
+        if not self._device.is_gpu:
+            return None
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device.torch)
+        return DeviceMemory(self._device.name, total, max(0, total - free - self.weight_bytes) + KEPT_FREE)
 
 
 def _precision(flag: str, wanted: str | None, device: Device) -> str:

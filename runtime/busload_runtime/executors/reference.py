@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from busload_runtime.engine.plan import Chunk, Plan, Sampled
+from busload_runtime.executors.contract import DeviceMemory
 from busload_runtime.executors.errors import ExecutorError
 from busload_runtime.executors.kv_pool import KvPool
 from busload_runtime.executors.linear import Linear, rows_of, tile, usable_threads
@@ -56,6 +57,7 @@ class ReferenceExecutor:
         self.weight_bytes = self._count_weight_bytes()
         self.vocab_size = config.vocab_size
         self.context_length = config.context_length
+        self.device_memory: DeviceMemory | None = None
         self.copy_bandwidth = measure_copy_bandwidth()
         self.reserve(0)
 

@@ -8,6 +8,7 @@ before it was written gives another token or a `KeyError`.
 from collections.abc import Sequence
 
 from busload_runtime.engine.plan import Chunk, Logprobs, Plan, Sampled, SamplingParams
+from busload_runtime.executors.contract import DeviceMemory
 
 VOCABULARY = 50_000
 
@@ -27,6 +28,7 @@ class HashingExecutor:
     vocab_size = VOCABULARY
     weight_bytes = 1 << 20
     copy_bandwidth = 1e9
+    device_memory: DeviceMemory | None = None
 
     def __init__(self, block_size: int, num_blocks: int = 0, context_length: int = 1 << 20) -> None:
         self.block_size = block_size

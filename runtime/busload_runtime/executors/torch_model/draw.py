@@ -26,10 +26,10 @@ NOT_FINITE = -1
 """In place of a token where the logits were not numbers."""
 
 
-def draw_arrays(drawing: Sequence[Chunk]) -> Arrays:
-    """The columns of `Draws` for chunks that draw, each named with a prefix."""
+def draw_arrays(drawing: Sequence[Chunk], rows: int) -> Arrays:
+    """The columns of `Draws` for chunks that draw, each named with a prefix, and greedy rows up to `rows`."""
     params = [params_of(chunk) for chunk in drawing]
-    columns = {
+    columns: dict[str, list[float]] = {
         "temperature": [one.temperature for one in params],
         "top_k": [min(one.top_k, 2**31 - 1) for one in params],
         "top_p": [one.top_p for one in params],
@@ -37,11 +37,15 @@ def draw_arrays(drawing: Sequence[Chunk]) -> Arrays:
         "seed": [(one.seed + 2**63) % 2**64 - 2**63 for one in params],
         "sample_index": [chunk.sample_index for chunk in drawing],
     }
-    return {_PREFIX + name: np.array(column, _FIELDS[name]) for name, column in columns.items()}
+    arrays = {_PREFIX + name: np.zeros(rows, dtype) for name, dtype in _FIELDS.items()}
+    for name, column in columns.items():
+        arrays[_PREFIX + name][: len(column)] = column
+    return arrays
 
 
-def draws_of(tensors: Mapping[str, Tensor]) -> Draws:
-    return Draws(**{name: tensors[_PREFIX + name] for name in _FIELDS})
+def draws_of(tensors: Mapping[str, Tensor], rows: int | None = None) -> Draws:
+    """Of the first `rows`; None: of all."""
+    return Draws(**{name: tensors[_PREFIX + name][:rows] for name in _FIELDS})
 
 
 def draw(logits: Tensor, draws: Draws, ops: Ops) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from busload_runtime.executors.torch_model.step import Step
+from busload_runtime.executors.torch_model.step import Arrays, Step
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -62,6 +62,13 @@ class Draws:
 
 class Ops(Protocol):
     """Rows are tokens. Results are fresh tensors of x's type unless said."""
+
+    def extras(self, arrays: Arrays) -> Arrays:
+        """What `attend` wants to know of a step beside the arrays of `step.arrange`."""
+
+    def room(self, bucket: int, cached_tokens: int, longest: int) -> dict[str, int]:
+        """Rows of those extras whose length depends on more than the number of requests, for up to `bucket` decoding
+        requests, `longest` tokens each and `cached_tokens` in all."""
 
     def norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
         """RMSNorm of x [rows, hidden]."""

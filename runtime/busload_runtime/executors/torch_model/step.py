@@ -90,6 +90,19 @@ def step_of(tensors: Mapping[str, torch.Tensor]) -> Step:
     return Step(**own, extras={name: tensor for name, tensor in tensors.items() if name not in own})
 
 
+def worst_case(tokens: int, batch: int, longest: int) -> list[Chunk]:
+    """A step of `tokens` tokens in pieces of up to `longest`, after `batch` - 1 decodes, or of decodes alone. All of it
+    lies in block 0."""
+    decodes = tokens if batch >= tokens else max(0, batch - 1)
+    chunks = [Chunk(index, (0,), 0, (0,), None) for index in range(decodes)]
+    left = tokens - decodes
+    while left > 0:
+        size = min(left, longest)
+        chunks.append(Chunk(len(chunks), (0,) * size, 0, (0,) * size, None))
+        left -= size
+    return chunks
+
+
 class Staging:
     """Host arrays and device tensors of fixed shapes, by name, each side in one piece of memory: one copy moves all.
 

@@ -14,7 +14,9 @@ class TorchOps:
     """Implements `ops.Ops`."""
 
     def extras(self, arrays: Arrays) -> Arrays:
-        """What `attend` wants to know of a step beside its own arrays: nothing."""
+        return {}
+
+    def room(self, bucket: int, cached_tokens: int, longest: int) -> dict[str, int]:
         return {}
 
     def norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:

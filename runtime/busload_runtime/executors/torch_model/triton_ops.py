@@ -64,6 +64,9 @@ class TritonOps:
             "piece_work": prefill_work((starts[1:] - starts[:-1]).tolist(), self._group, self._prefill_tile),
         }
 
+    def room(self, bucket: int, cached_tokens: int, longest: int) -> dict[str, int]:
+        return {"work": bucket + min(bucket * (longest // SPLIT), cached_tokens // SPLIT)}
+
     def norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
         return rms_norm(x, gain, eps, torch.empty_like(x))
 
