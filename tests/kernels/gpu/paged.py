@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from measured import MEASURED
 
 EIGHT_BIT_LIMIT = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
@@ -12,7 +13,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
     """||ours - reference|| / ||reference||; NaN if there is any."""
     ours, reference = ours.double(), reference.double()
-    return float((ours - reference).norm() / reference.norm().clamp_min(1e-30))
+    error = float((ours - reference).norm() / reference.norm().clamp_min(1e-30))
+    MEASURED.note(error)
+    return error
 
 
 def quantise(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,6 +32,7 @@ def check_quantised(codes: torch.Tensor, scales: torch.Tensor, values: torch.Ten
     exponent (7.9 becomes 4) and rounds ties up, so one value in twenty may be off, by a factor of two at most.
     """
     assert torch.allclose(scales.double() * EIGHT_BIT_LIMIT[codes.dtype], values.abs().amax(-1).double(), rtol=2e-3)
+    relative_error(codes.double() * scales.double()[..., None], values)
     exact = values.double() / scales[..., None]
     if codes.dtype == torch.int8:
         assert (codes.double() - exact).abs().max() < 0.501
