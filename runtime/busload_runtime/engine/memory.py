@@ -178,6 +178,15 @@ class MemoryPlan:
             )
         return min(blocks, self.max_blocks)
 
+    def describe(self, limits: Limits) -> str:
+        """One line: where the memory goes under these limits."""
+        blocks = self.num_blocks(limits)
+        account = self._account(self.activations(limits.token_budget, limits.batch_size))
+        return (
+            f"memory: {account}; {limits.kv_cache_percent}% of the rest is KV cache: "
+            f"{_mib(blocks * self.bytes_per_block)}, {blocks} blocks, {blocks * self.block_size} tokens"
+        )
+
     def _room(self, num_bytes: int) -> str:
         """In whole MiB; the overhead is measured and differs a little from one start to the next."""
         mib = -(-(num_bytes + OVERHEAD_VARIES) >> 20)

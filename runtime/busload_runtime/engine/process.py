@@ -173,6 +173,8 @@ def start(
         context_length=executor.context_length,
         activations=executor.activation_bytes,
     )
+    if device is not None:
+        print(f"engine: {plan.describe(limits)}", file=sys.stderr, flush=True)
     engine = Engine(executor, plan, limits, pace=pace, grammars=grammars, plans_by_own_law=plans_by_own_law)
     engine.warm_up()
     probed = engine.probe()

@@ -17,7 +17,7 @@ from busload_runtime.executors.errors import ExecutorError
 from busload_runtime.executors.plan_check import check_chunks
 from busload_runtime.executors.sampling import masks_of
 from busload_runtime.executors.torch_model import draw, loading
-from busload_runtime.executors.torch_model.device import Device, measure_copy_bandwidth, open_device
+from busload_runtime.executors.torch_model.device import Device, measure_copy_bandwidth, memory_enough, open_device
 from busload_runtime.executors.torch_model.graphs import (
     DecodeGraphs,
     bucket_for,
@@ -69,7 +69,8 @@ class CudaExecutor:
         )
         self._ops = TritonOps(self._device.name, config, self._cache_shape.dtype) if self._device.is_gpu else TorchOps()
         _check_room(checkpoint, placement.num_bytes(config), options.room, self._device)
-        self._model = loading.load_decoder(checkpoint, placement)
+        with memory_enough(f"while {checkpoint.path} was loaded"):
+            self._model = loading.load_decoder(checkpoint, placement)
         self._config = config
         self.block_size = BLOCK_SIZE
         self.bytes_per_block = self._cache_shape.bytes_per_block
@@ -142,7 +143,7 @@ class CudaExecutor:
         drawing = worst_case(tokens, batch, self.context_length)
         arrays = arrange(in_order(drawing), range(min(batch, tokens)), BLOCK_SIZE)
         arrays["slots"][:] = -1
-        with torch.inference_mode():
+        with torch.inference_mode(), memory_enough(f"in a step of {tokens} tokens, the most that limits allow"):
             self._decode(self._uploaded(arrays | draw.draw_arrays((), min(batch, tokens))), cache)
 
     def resize(self, num_blocks: int) -> None:
@@ -157,7 +158,7 @@ class CudaExecutor:
         drawing = [chunk for chunk, _ in rows]
         if not chunks:
             return []
-        with torch.inference_mode():
+        with torch.inference_mode(), memory_enough(f"in a step of {plan.num_tokens} tokens"):
             arrays = arrange(chunks, [row for _, row in rows], BLOCK_SIZE)
             tokens, logits, tensors = self._step(arrays, drawing)
             if draw.needs_shaping(drawing, masks):

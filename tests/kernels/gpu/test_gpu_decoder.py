@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tiny_models import VOCABULARY, TinyModel
 
 from busload_runtime.engine.plan import Chunk, Plan, SamplingParams
 from busload_runtime.executors.cuda import CudaExecutor, CudaOptions
-from busload_runtime.executors.torch_model.loading import GgufCheckpoint
+from busload_runtime.executors.torch_model.loading import GgufCheckpoint, Int4, LayerTensors
 from busload_runtime.executors.torch_model.triton_ops import TritonOps
 from busload_runtime.model.load import load_weights
 
@@ -31,11 +32,11 @@ def tokens(count: int, seed: int) -> tuple[int, ...]:
     return tuple(np.random.default_rng(seed).integers(0, len(VOCABULARY), count).tolist())
 
 
-def both(path: Path, **options: Any) -> tuple[CudaExecutor, CudaExecutor]:
+def both(path: Path, kind: type[GgufCheckpoint] = GgufCheckpoint, **options: Any) -> tuple[CudaExecutor, CudaExecutor]:
     """With torch operations, and with kernels."""
     made = []
     for kernels in (False, True):
-        executor = CudaExecutor(GgufCheckpoint(load_weights(str(path))), CudaOptions("cpu", **options))
+        executor = CudaExecutor(kind(load_weights(str(path))), CudaOptions("cpu", **options))
         if kernels:
             executor._ops = TritonOps("interpreter", executor._config, executor._cache_shape.dtype)
         executor.reserve(16)
@@ -68,6 +69,33 @@ def test_kernels_compute_what_torch_does(model: str, options: dict[str, str], bo
         rows = np.cumsum([len(chunk.tokens) for chunk in chunks]) - 1
         expected, found = (executor.logits(chunks, rows.tolist()) for executor in (exact, ours))
         assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < bound
+
+
+class FourBits(GgufCheckpoint):
+    """The matrices of a file in 4 bits, in groups of 32."""
+
+    def layer(self, index: int) -> LayerTensors:
+        layer = super().layer(index)
+        return replace(
+            layer,
+            qkv=tuple(four_bits(part) for part in layer.qkv),
+            **{name: four_bits(getattr(layer, name)) for name in ("attention_output", "gate", "up", "down")},
+        )
+
+
+def four_bits(matrix: Any) -> Int4:
+    groups = matrix.unflatten(1, (-1, 32))
+    scales = groups.abs().amax(-1) / 7
+    return Int4((groups / scales[..., None]).round().to(torch.int8).flatten(1), scales)
+
+
+def test_four_bits(tmp_path: Path) -> None:
+    MODELS["llama"].write(tmp_path / "tiny.gguf")
+    exact, ours = both(tmp_path / "tiny.gguf", FourBits)
+    assert ours._model.layers[0].gate_up.values.dtype == torch.uint8
+    chunk = Chunk(1, tokens(9, 4), 0, (3,), None)
+    expected, found = (executor.logits([chunk], range(9)) for executor in (exact, ours))
+    assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < 1e-5
 
 
 def test_draws_of_the_kernels(tmp_path: Path) -> None:

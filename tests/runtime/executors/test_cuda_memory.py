@@ -13,9 +13,11 @@ from tiny_models import TinyModel
 from busload_runtime.engine.memory import device_budget
 from busload_runtime.executors.cuda import CudaExecutor, CudaOptions
 from busload_runtime.executors.errors import ExecutorError
+from busload_runtime.executors.torch_model.device import memory_enough
 from busload_runtime.executors.torch_model.device_pool import DevicePool, OutOfMemory
 from busload_runtime.executors.torch_model.kv_cache import BLOCK_SIZE, CacheShape, DeviceCache
 from busload_runtime.executors.torch_model.loading import GgufCheckpoint
+from busload_runtime.executors.torch_model.quantise import quantise_matrix, quantise_rows
 from busload_runtime.executors.torch_model.step import worst_case
 from busload_runtime.model.load import load_weights
 
@@ -150,6 +152,27 @@ def test_a_worst_case_step_writes_nothing(tmp_path: Path) -> None:
     for layer in range(2):
         assert np.array_equal(np.unique(executor._cache.layer(layer).keys.numpy()), [3.0])
         assert np.array_equal(np.unique(executor._cache.layer(layer).values.numpy()), [0.5])
+
+
+def test_a_gpu_that_runs_out_says_when(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**20, 2**30))
+    with (
+        pytest.raises(
+            ExecutorError,
+            match=r"^the GPU ran out of memory in a step of 9 tokens \(1 of its 1024 MiB are free\): lower",
+        ),
+        memory_enough("in a step of 9 tokens"),
+    ):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_a_large_matrix_is_quantised_in_parts(dtype: torch.dtype) -> None:
+    matrix = torch.randn((9000, 3), generator=torch.Generator().manual_seed(0))
+    codes, scales = quantise_matrix(matrix, dtype)
+    whole, expected = quantise_rows(matrix, dtype)
+    assert torch.equal(codes.view(torch.int8), whole.view(torch.int8))
+    assert torch.equal(scales, expected)
 
 
 def test_the_budget_is_the_devices() -> None:

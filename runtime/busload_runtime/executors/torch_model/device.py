@@ -1,6 +1,8 @@
 """The device that a model runs on: found, named and measured."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +54,19 @@ def open_device(name: str) -> Device:
             "later; choose --executor cpu"
         )
     return Device(torch.device("cuda", 0), torch.cuda.get_device_name(0), "bf16")
+
+
+@contextmanager
+def memory_enough(what: str) -> Iterator[None]:
+    """Says what was done when the GPU ran out of memory, as `ExecutorError`."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError:
+        free, total = torch.cuda.mem_get_info()
+        raise ExecutorError(
+            f"the GPU ran out of memory {what} ({free / 2**20:.0f} of its {total / 2**20:.0f} MiB are free): lower "
+            "--memory, tokenBudget or batchSize, or end what else uses the GPU"
+        ) from None
 
 
 def measure_copy_bandwidth(device: torch.device) -> float:

@@ -12,7 +12,7 @@ from busload_kernels.gpu.linear import interleave_gate_up, pack_int4
 from busload_runtime.executors.errors import ExecutorError
 from busload_runtime.executors.torch_model.decoder import Decoder, DecoderLayer
 from busload_runtime.executors.torch_model.ops import HeadNorms, Tensor, Weight
-from busload_runtime.executors.torch_model.quantise import quantise_rows
+from busload_runtime.executors.torch_model.quantise import quantise_matrix
 from busload_runtime.model.architectures.description import Activation
 from busload_runtime.model.config import ModelConfig
 from busload_runtime.model.errors import ModelError
@@ -147,7 +147,7 @@ class Placement:
         there = _joined([part.to(self.device) for part in floats], gated)
         if self.precision not in QUANTISED:
             return Weight(there.to(self.activations).contiguous(), None, moved)
-        return Weight(*quantise_rows(there, QUANTISED[self.precision]), moved)
+        return Weight(*quantise_matrix(there, QUANTISED[self.precision]), moved)
 
     def vector(self, vector: Tensor) -> Tensor:
         return vector.to(self.device, self.activations)

@@ -8,6 +8,7 @@ import torch
 
 from busload_runtime.executors.torch_model.ops import Tensor
 
+_ROWS_AT_ONCE = 4096
 _LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
@@ -20,6 +21,17 @@ def quantise_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if dtype == torch.int8:
         codes = torch.floor(codes + 0.5)
     return codes.to(dtype), scales
+
+
+def quantise_matrix(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`quantise_rows` for a matrix, a part at a time: the fp32 copies of a whole one may not fit beside a model."""
+    codes = torch.empty(x.shape, dtype=dtype, device=x.device)
+    scales = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    for first in range(0, len(x), _ROWS_AT_ONCE):
+        rows = slice(first, first + _ROWS_AT_ONCE)
+        part, scales[rows] = quantise_rows(x[rows], dtype)
+        codes[rows] = part
+    return codes, scales
 
 
 def unpack_int4(packed: Tensor, groups: int) -> Tensor:
