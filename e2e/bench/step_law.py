@@ -148,7 +148,8 @@ def report(name: str, run: Run) -> bool:
     for every in SCRAPES:
         law = fit_law(run, every)
         if law is None or not law.usable:
-            print(f"{name}, scraped every {every:g} s: no usable law ({law})")
+            why = "no window" if law is None else f"{law.samples} windows, error {law.error:.0%}"
+            print(f"{name}, scraped every {every:g} s: no usable law ({why}); is the machine quiet?")
             good = False
             continue
         print(

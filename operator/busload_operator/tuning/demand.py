@@ -10,6 +10,7 @@ learning them would look like a change of the load.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean, stdev
 
 from busload_operator.tuning.types import Law
@@ -19,10 +20,15 @@ BIN_SECONDS = 5.0
 KEPT_SECONDS = 1800.0
 LEVEL_SECONDS = 60.0
 SHORT_SECONDS = 15.0
+STEADY_SECONDS = 300.0
+"""The level is a mean over up to so long, as long as the time before the last minute looks like it."""
 MIN_SECONDS = 20.0
 """Of arrivals, before anything is said about the load."""
 _LENGTH_REQUESTS = 300.0
 """Requests after which what was learned of lengths counts a third (1/e)."""
+_RISE_SIGMA = 1.5
+_FALL_SIGMA = 2.0
+"""Standard errors by which the last minute may be above or below the time before and still belong to the same level."""
 _JUMP_SIGMA = 3.5
 _JUMP_FACTOR = 1.25
 _STEEP = 1.5
@@ -164,6 +170,10 @@ class Forecast:
 
     level: float
     """Mean of the last minute."""
+    steady: float
+    """Mean of up to five minutes, as long as load was steady: a minute of few long prompts scatters much."""
+    scatter: float
+    """Standard deviation of its 15 s means."""
     short: float
     """Mean of the last 15 seconds."""
     jump: float
@@ -175,9 +185,9 @@ class Forecast:
         """One lead time ahead, before the error of forecasts; `able`: what the present fleet can do. A trend is not
         extrapolated: it would buy on noise. Only a steep jump that is over the fleet already is."""
         if self.jump <= 1:
-            return self.level
+            return self.steady
         onward = min(_MOST_RATIO, self.jump) if self.jump >= _STEEP and self.short > able else 1.0
-        return max(self.level, self.short * onward)
+        return max(self.steady, self.short * onward)
 
 
 def forecast(arrivals: Sequence[Arrivals], each: Cost, lead: float) -> Forecast | None:
@@ -191,7 +201,37 @@ def forecast(arrivals: Sequence[Arrivals], each: Cost, lead: float) -> Forecast 
     late = [a for a in minute if a.end > now - SHORT_SECONDS]
     level, short = each.rate(minute), each.rate(late)
     before = [each.rate([a]) for a in minute if a.end <= now - SHORT_SECONDS]
-    return Forecast(level, short, _jump(before, short, len(late)), _burst_floor(arrivals, each, lead))
+    steady, scatter = _steady(arrivals, level, each)
+    jump = _jump(before, short, len(late))
+    return Forecast(level, steady, scatter, short, jump, _burst_floor(arrivals, each, lead))
+
+
+def _steady(arrivals: Sequence[Arrivals], level: float, each: Cost) -> tuple[float, float]:
+    """Mean of the last minute and of as much of the time before as differs from it by no more than chance; and the
+    scatter of the 15 s means.
+
+    The scatter comes from the differences of neighbours, which a trend hardly moves (von Neumann's
+    estimate: half of their mean square).
+    """
+    now = arrivals[-1].end
+    groups: dict[int, list[Arrivals]] = {}
+    for a in reversed(arrivals):
+        if a.end <= now - STEADY_SECONDS:
+            break
+        groups.setdefault(int((now - a.end) // SHORT_SECONDS), []).append(a)
+    means = [each.rate(groups[i]) for i in sorted(groups)]
+    last = round(LEVEL_SECONDS / SHORT_SECONDS)
+    older = means[last:]
+    if len(means) < 2:
+        return level, 0.0
+    scatter = math.sqrt(fmean((x - y) ** 2 for x, y in pairwise(means)) / 2)
+    alike = 0
+    for count in range(last, len(older) + 1, last):
+        above = (level - fmean(older[:count])) / math.sqrt(1 / last + 1 / count)
+        if not -_FALL_SIGMA * scatter <= above <= _RISE_SIGMA * scatter:
+            break
+        alike = count
+    return (last * level + sum(older[:alike])) / (last + alike), scatter
 
 
 def _jump(before: list[float], short: float, bins: int) -> float:

@@ -72,7 +72,7 @@ def learn_kappa(old: Kappa, now: Outcomes, late: bool, replicas: int) -> Kappa:
     one_less_may_do = replicas > 1 and now.load * replicas / (replicas - 1) < 1.15 * kappa.value
     if missed < 0.4 * (1 - TARGET) and (tested or one_less_may_do):
         bad = min(1.1, _FORGIVING * kappa.bad)
-        higher = max(kappa.value, min(1.0, 1.03 * kappa.value, 0.98 * bad))
+        higher = max(kappa.value, min(1.0, 1.05 * kappa.value, 0.98 * bad))
         return replace(kappa, bad=bad, value=higher, changed_at=now.at)
     return kappa
 
@@ -150,7 +150,9 @@ def learn_errors(old: Errors, now: float, expected: float, arriving: float, lead
 
 def learn_quantile(old: Errors, now: Outcomes) -> Errors:
     """Plans for rarer errors while too many requests miss, for more common ones while hardly any does; once a
-    minute."""
+    minute. What is missed in the minute after an error that no quantile is planned for says nothing about it."""
+    if any(ratio > _MOST for at, ratio in old.seen if at > now.at - _CLEAN_AFTER):
+        return old
     outcomes = (*(o for o in old.outcomes if o.at > now.at - _OUTCOMES_KEPT), now)
     errors = replace(old, outcomes=outcomes)
     if now.at - old.quantile_at < _PAUSE or now.at - outcomes[0].at < _YOUNG:
@@ -162,3 +164,46 @@ def learn_quantile(old: Errors, now: Outcomes) -> Errors:
     elif missed < 0.3 * (1 - TARGET):
         quantile = max(_QUANTILE_LEAST, quantile - 0.01)
     return replace(errors, quantile=quantile, quantile_at=now.at)
+
+
+_JUMPS_KEPT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Jump:
+    """Work offered when load jumped: before, and what was expected one lead time later."""
+
+    due: float
+    level: float
+    expected: float
+
+
+@dataclass(frozen=True, slots=True)
+class Jumps:
+    """What came of jumps of the load: those that are over before a replica could come are not worth one."""
+
+    open: Jump | None = None
+    stayed: tuple[float, ...] = ()
+    """Of the last jumps: the share of what was expected beyond the level that was still there one lead time later."""
+
+    @property
+    def trust(self) -> float:
+        """Share of a jump that is planned for; all of it before one was seen, which then counts as much as that."""
+        return (1.0 + sum(self.stayed)) / (1.0 + len(self.stayed))
+
+    def tempered(self, level: float, expected: float) -> float:
+        """What is expected of a load that jumps from `level`."""
+        return level + self.trust * (expected - level)
+
+
+def learn_jumps(old: Jumps, now: float, level: float, expected: float, arriving: float, lead: float) -> Jumps:
+    """One step further: `expected` is over `level` in a jump. The strongest moment of a jump is what is judged."""
+    jump, stayed = old.open, old.stayed
+    if jump is not None and now >= jump.due:
+        share = (arriving - jump.level) / (jump.expected - jump.level)
+        stayed = (*stayed[-_JUMPS_KEPT + 1 :], min(1.0, max(0.0, share)))
+        # What is over the level still belongs to the jump that was judged.
+        return Jumps(None, stayed)
+    if jump is None and expected > level:
+        jump = Jump(now + lead, level, expected)
+    return Jumps(jump, stayed)

@@ -7,13 +7,15 @@ from busload_operator.tuning.demand import cost
 from busload_operator.tuning.fit import MAX_ERROR, TRUSTED_BEYOND, batch_within, step_error, tokens_per_second
 from busload_operator.tuning.need import ASSUMED_STARTUP
 from busload_operator.tuning.settings import ITL_MARGIN, KV_MARGIN, Candidate, Situation
-from busload_operator.tuning.sizing import HOLD_ONE, Plan
+from busload_operator.tuning.sizing import HOLD_LEAST, Plan
 from busload_operator.tuning.state import Usage
 from busload_operator.tuning.types import Knob, Prediction, Reason, Scaling
 from busload_operator.tuning.window import View, view
 
 UTILISATION = 0.85
 """Share of capacity that offered work may use: the rest is for variance (policy's starting kappa)."""
+TRUSTED_WITH_ONE_LESS = 2.0
+"""Factor past the batches seen up to which the law is asked about one replica less."""
 DRAIN_SECONDS = 60.0
 """In which a backlog should be gone."""
 
@@ -112,7 +114,8 @@ def sell(s: Situation) -> Candidate | str | None:
     if after >= n:
         return f"replicas stay at {n}: with fewer the batch would be larger than the law is known for"
     load = plan.load_after * plan.sell_to / after
-    held = HOLD_ONE if after == n - 1 else s.state.sizing.hold
+    sizing = s.state.sizing
+    held = sizing.hold_one if after == n - 1 else max(sizing.hold, HOLD_LEAST)
     message = (
         f"replicas {n} -> {after}: for {held:.0f} s no more was needed; each is expected to be {load:.2f} busy with "
         f"pure work, of {plan.capacity:.2f} that it may be given."
@@ -122,13 +125,16 @@ def sell(s: Situation) -> Candidate | str | None:
 
 
 def _batch_is_known(s: Situation, plan: Plan, replicas: int) -> bool:
-    """Whether the law is trusted at the batch that the rest would run: t = a / (1 - load), so B = a*load/(1-load)/g."""
+    """Whether the law is trusted at the batch that the rest would run: t = a / (1 - load), so B = a*load/(1-load)/g.
+    With one replica less it is trusted further: the sale is undone when it was a mistake, and until then it teaches the
+    law what no prediction can."""
     law, load = s.usable_law, plan.load_after * plan.sell_to / replicas
     if law is None or load >= 1:
         return False
     slope = cost(law, s.state.lengths).slope
     batch = law.a * load / ((1 - load) * slope)
-    return batch <= TRUSTED_BEYOND * law.batch_max and step_error(law, s.work, batch) <= MAX_ERROR
+    beyond = TRUSTED_WITH_ONE_LESS if replicas == s.inputs.replicas - 1 else TRUSTED_BEYOND
+    return batch <= beyond * law.batch_max and step_error(law, s.work, batch) <= MAX_ERROR
 
 
 def _arrivals(s: Situation) -> float:

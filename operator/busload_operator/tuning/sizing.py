@@ -4,7 +4,16 @@ import math
 from dataclasses import dataclass, field, replace
 
 from busload_operator.tuning.demand import Arrivals, Cost, forecast
-from busload_operator.tuning.headroom import Errors, Kappa, Outcomes, learn_errors, learn_kappa, learn_quantile
+from busload_operator.tuning.headroom import (
+    Errors,
+    Jumps,
+    Kappa,
+    Outcomes,
+    learn_errors,
+    learn_jumps,
+    learn_kappa,
+    learn_quantile,
+)
 from busload_operator.tuning.types import Law
 
 BACKLOG_SECONDS = 120.0
@@ -16,13 +25,15 @@ PLAIN = 1.25
 STILL_THERE = 2.0
 """So many times what arrived in the last 15 s is bought for at most."""
 DEAD_BAND = 0.1
-"""Of a replica, both ways."""
+"""Of a replica that may lack before one is bought."""
+SALE_BAND = 0.05
+"""Of a replica that must be left over when one is sold."""
 YOUNG_SECONDS = 300.0
 """Without a sale after the first plan."""
-HOLD_ONE = 300.0
-"""For how long one replica less must have been enough; two less: a learned time of 60 to 180 s."""
-HOLD_MOST = 180.0
-HOLD_LEAST = 60.0
+HOLD_LEAST, HOLD_MOST = 60.0, 180.0
+"""For how long two replicas less or more must have been enough: a learned time between these."""
+ONE_LESS = 180.0
+"""The same for one less, which saves less and is sooner a mistake: four times as long when the other is doubled."""
 CALM_TO_FORGET = 600.0
 """Without a purchase after which the learned hold time is halved."""
 HOLE_SECONDS = 30.0
@@ -86,6 +97,7 @@ class Sizing:
 
     since: float | None = None
     errors: Errors = field(default_factory=Errors)
+    jumps: Jumps = field(default_factory=Jumps)
     kappa: Kappa = field(default_factory=Kappa)
     wants: tuple[tuple[float, int], ...] = ()
     """(when, replicas that would have been enough), without a hole."""
@@ -94,6 +106,10 @@ class Sizing:
     hold: float = HOLD_LEAST
     bought_at: float = -math.inf
     sold_at: float = -math.inf
+
+    @property
+    def hold_one(self) -> float:
+        return ONE_LESS * (max(self.hold, HOLD_LEAST) / HOLD_LEAST) ** 2
 
 
 def plan(old: Sizing, seen: Seen) -> tuple[Sizing, Plan | None]:
@@ -109,7 +125,9 @@ def plan(old: Sizing, seen: Seen) -> tuple[Sizing, Plan | None]:
     sizing = replace(unplanned(old, now), since=now if old.since is None else old.since, short=old.short)
     sizing = _learn(sizing, seen, most, late)
     capacity = sizing.kappa.value * most
-    expected = offered.expected(n * capacity)
+    untempered = offered.expected(n * capacity)
+    expected = sizing.jumps.tempered(offered.steady, untempered)
+    jumps = learn_jumps(sizing.jumps, now, offered.steady, untempered, offered.short, seen.lead)
     errors = learn_errors(sizing.errors, now, expected, offered.short, seen.lead)
     left = queued + (offered.short - seen.ready * most) * seen.lead
     bursty = offered.floor is not None
@@ -117,12 +135,12 @@ def plan(old: Sizing, seen: Seen) -> tuple[Sizing, Plan | None]:
     # A burst that is over is no reason to buy, though the mean of a minute still shows it.
     lasting = min(expected, STILL_THERE * offered.short)
     want = offered.floor / most if offered.floor is not None else lasting * errors.up / capacity + backlog
-    stay = want if bursty else expected * errors.down / capacity
+    stay = want if bursty else max(expected * errors.down / capacity, (expected + offered.scatter) / most)
     up = max(1, math.ceil(want - DEAD_BAND))
-    enough = max(up, math.ceil(stay + DEAD_BAND))
-    wants = (*(w for w in sizing.wants if w[0] > now - HOLD_ONE - 60.0), (now, enough))
+    enough = max(up, math.ceil(stay + SALE_BAND))
+    wants = (*(w for w in sizing.wants if w[0] > now - sizing.hold_one - 60.0), (now, enough))
     short = sizing.short + 1 if up > n else 0
-    sizing = replace(sizing, errors=errors, wants=wants, short=short)
+    sizing = replace(sizing, errors=errors, jumps=jumps, wants=wants, short=short)
     sell_to = _sell_to(sizing, now, n)
     return sizing, Plan(
         up=up,
@@ -171,17 +189,20 @@ def _sell_to(sizing: Sizing, now: float, replicas: int) -> int:
         return replicas
     enough = max(number for at, number in sizing.wants if at >= now - hold)
     if enough == replicas - 1:
-        if sizing.wants[0][0] > now - HOLD_ONE:
+        hold = sizing.hold_one
+        if sizing.wants[0][0] > now - hold:
             return replicas
-        enough = max(number for at, number in sizing.wants if at >= now - HOLD_ONE)
+        enough = max(number for at, number in sizing.wants if at >= now - hold)
     return min(enough, replicas)
 
 
 def changed(old: Sizing, now: float, before: int, after: int, lead: float) -> Sizing:
     """After a decision for so many replicas. A purchase soon after a sale says that the sale was a mistake: from then
-    on what is not needed is held longer."""
+    on what is not needed is held longer. Some time after it, it says so only if load did not jump."""
     if after > before:
-        mistake = now - old.sold_at < old.hold + lead
+        since = now - old.sold_at
+        soon, later = old.hold + lead, 2 * old.hold_one + lead
+        mistake = since < soon or (since < later and old.jumps.open is None)
         hold = min(HOLD_MOST, 2 * old.hold) if mistake else old.hold
         return replace(old, bought_at=now, hold=hold, wants=(), short=0)
     calm = now - old.bought_at > CALM_TO_FORGET

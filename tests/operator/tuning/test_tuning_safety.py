@@ -113,7 +113,7 @@ def test_one_bad_pod_of_three_does_not_move_the_others(name: str) -> None:
 def test_pods_that_restart_in_turn_are_not_a_load() -> None:
     """Every 20 s one pod begins anew; its counters fall to zero and its requests are gone."""
     service = loaded(lambda now, s: s)
-    service.run(300)
+    service.run(600)
     before = (service.limits, service.replicas)
     for turn in range(12):
         pod: Pod = service.pods[turn % 3]
