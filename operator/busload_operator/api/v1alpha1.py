@@ -130,18 +130,11 @@ class ModelSpec(Model):
             "weightPrecision",
             "FieldValueForbidden",
         ),
-        Rule(
-            "self.weightPrecision in ['Auto', 'INT4']",
-            lambda s: s.weight_precision in ("Auto", "INT4"),
-            "weightPrecision {weightPrecision} is not served by this version, which runs the weights as the model's "
-            "file holds them; use Auto",
-            "weightPrecision",
-            "FieldValueForbidden",
-        ),
     )
     source: ModelSource
     weight_precision: Literal["Auto", "FP16", "INT8", "FP8", "INT4"] = "Auto"
-    """Precision of the weights in memory. This version serves Auto: what the model's file holds."""
+    """Precision of the weights in memory. Auto: INT8 on a GPU, what the model's file holds on CPUs. FP16: 16 bits,
+    bfloat16 on a GPU. The others are for GPUs, and INT4 needs an evaluation that passed."""
     served_name: Annotated[str, Field(max_length=128, pattern=r"^([A-Za-z0-9][A-Za-z0-9._:/-]*)?$")] | None = None
     """Name of the model in the OpenAI API; the name of the InferenceService if absent or empty."""
 
@@ -373,6 +366,14 @@ class Spec(Model):
             "min {bounds.maxSequenceLength.min} is above the context length of {model.source.bundled}, "
             f"{', '.join(f'{length} ({name})' for name, length in BUNDLED_CONTEXTS.items())}: lower min",
             "bounds.maxSequenceLength.min",
+        ),
+        Rule(
+            f"self.model.weightPrecision in ['Auto', 'INT4'] || has(self.resources.{cel_path(_GPUS)})",
+            lambda s: s.model.weight_precision in ("Auto", "INT4") or s.resources.limits.gpus is not None,
+            "weightPrecision {model.weightPrecision} is for GPUs; on CPUs this version runs the weights as the model's "
+            f"file holds them: use Auto, or ask for a GPU ({GPU}: 1 in resources.limits)",
+            "model.weightPrecision",
+            "FieldValueForbidden",
         ),
     )
     model: ModelSpec

@@ -12,7 +12,7 @@ from busload_operator.api.units import parse_bytes, parse_duration
 from busload_operator.api.v1alpha1 import InferenceService
 from busload_operator.plan import bandwidth as bandwidths
 from busload_operator.plan.render import as_json, table
-from busload_operator.resources.gpu import gpu_budget, wants_gpu
+from busload_operator.resources.gpu import gpu_budget, wants_gpu, weight_bits
 from busload_operator.resources.initial_limits import compute_threads, initial_limits
 from busload_operator.tuning import words
 from busload_operator.tuning.feasible import Bandwidth, Feasibility, judge
@@ -176,13 +176,15 @@ def _facts(options: Options, service: InferenceService | None) -> ModelFacts:
         raise PlanError(f"the service's model is {place}, which is not read here; give a copy: --model FILE.gguf")
     if source is None:
         raise PlanError("nothing to plan: give -f SERVICE.yaml, or --model bundled:NAME or FILE.gguf")
-    table = BUNDLED_ON_GPU if options.device == "gpu" else BUNDLED
+    table = BUNDLED_ON_GPU[8 if service is None else weight_bits(service.spec)] if options.device == "gpu" else BUNDLED
     known = table.get(source.removeprefix("bundled:")) if source.startswith("bundled:") else None
     other_elements = options.device == "gpu" and (options.weight_bits, options.kv_bits) != (None, None)
     if known is not None and not other_elements:
         return (
             known if options.overhead is None else replace(known, overhead_bytes=_bytes("--overhead", options.overhead))
         )
+    if service is not None and options.weight_bits is None and weight_bits(service.spec) == 16:
+        options = replace(options, weight_bits=16)
     return _facts_of_file(options, source)
 
 

@@ -41,8 +41,6 @@ order of size, no measurement. A pod measures its own at start."""
 _GPU_BLOCK_TOKENS = 64
 _GPU_ACTIVATION_BYTES = 2
 _GPU_SCALE_BYTES = 4
-# Tokens of a sequence that one program of decode attention reads; each keeps a sum for every head of queries.
-_GPU_SPLIT_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,25 +82,26 @@ def cpu_facts(name: str, file: GgufFile, config: ModelConfig) -> ModelFacts:
 
 def gpu_facts(name: str, file: GgufFile, config: ModelConfig, elements: GpuElements) -> ModelFacts:
     """What an engine on a GPU needs whose weights, keys and values have elements of these sizes."""
-    table = "token_embd.weight"
     sizes = {key: _gpu_bytes(tensor, elements.weight_bits) for key, tensor in file.tensors.items()}
-    if not config.tied_embeddings:
-        # Looked up, never multiplied: it stays as exact as activations are.
-        sizes[table] = _gpu_bytes(_tensor(file, table), 8 * _GPU_ACTIVATION_BYTES)
-    weights = sum(sizes.values())
+    table = _tensor(file, "token_embd.weight")
+    output = sizes.pop("token_embd.weight")
+    # The embedding is looked up as exact as activations are. If the output head is the same in fewer bits, both exist.
+    embedding = _gpu_bytes(table, 8 * _GPU_ACTIVATION_BYTES)
+    multiplied = sum(sizes.values()) + (output if config.tied_embeddings else 0)
+    shared = config.tied_embeddings and elements.weight_bits == 8 * _GPU_ACTIVATION_BYTES
+    rotations = 4 * config.context_length * config.head_dim
+    weights = multiplied + rotations + (0 if shared else embedding)
     attended = config.num_heads * config.head_dim
     keys = config.num_kv_heads * config.head_dim
     # Residual, norm and branch; queries, keys, values and what was attended; gate, up and their product.
     row = 3 * config.hidden_size + 2 * attended + 2 * keys + 3 * config.ffn_size
-    # Keys and values with their scales, and this token's share of a sum in decode attention.
     heads = 2 * config.num_layers * config.num_kv_heads
     head = config.head_dim + _GPU_SCALE_BYTES if elements.kv_bits is None else config.head_dim * elements.kv_bits / 8
-    partial = 4 * config.num_heads * (config.head_dim + 2) / _GPU_SPLIT_TOKENS
     return ModelFacts(
         name=name,
         weight_bytes=weights,
-        step_weight_bytes=weights if config.tied_embeddings else weights - sizes.get(table, 0),
-        kv_bytes_per_token=math.ceil(heads * head + partial),
+        step_weight_bytes=multiplied,
+        kv_bytes_per_token=math.ceil(heads * head),
         block_tokens=_GPU_BLOCK_TOKENS,
         context_length=config.context_length,
         # Logits are fp32, and sampling needs a copy of them.

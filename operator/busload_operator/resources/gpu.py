@@ -18,6 +18,7 @@ _CACHES = {
     "PYTORCH_KERNEL_CACHE_PATH": "torch",
     "CUDA_CACHE_PATH": "cuda",
 }
+_PRECISIONS = {"FP16": "bf16", "INT8": "int8", "FP8": "fp8"}
 TOLERATIONS = [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}]
 """The taint that keeps other pods from the nodes with GPUs, by the convention of NVIDIA's device plugin."""
 
@@ -28,6 +29,11 @@ class NoGpuImageError(ValueError):
 
 def wants_gpu(spec: Spec) -> bool:
     return spec.resources.limits.gpus is not None
+
+
+def weight_bits(spec: Spec) -> int:
+    """Bits of a weight on the GPU, without scales."""
+    return 16 if spec.model.weight_precision == "FP16" else 8
 
 
 def gpu_budget(spec: Spec) -> int | None:
@@ -47,9 +53,13 @@ def image(settings: RuntimeSettings) -> str:
 
 
 def arguments(spec: Spec) -> list[str]:
-    """The executor; and its memory, else it measures what its GPU has free."""
-    budget = gpu_budget(spec)
-    return ["--executor=cuda", *([] if budget is None else [f"--memory={budget}"])]
+    """The executor; its memory, else it measures what its GPU has free; its weights, else it has its own default."""
+    budget, precision = gpu_budget(spec), _PRECISIONS.get(spec.model.weight_precision)
+    return [
+        "--executor=cuda",
+        *([] if budget is None else [f"--memory={budget}"]),
+        *([] if precision is None else [f"--weight-precision={precision}"]),
+    ]
 
 
 def environment() -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from busload_operator.api.units import parse_bytes, parse_cpu
 from busload_operator.api.v1alpha1 import Spec
-from busload_operator.resources.gpu import gpu_budget, wants_gpu
+from busload_operator.resources.gpu import gpu_budget, wants_gpu, weight_bits
 from busload_operator.tuning.models import BUNDLED, BUNDLED_ON_GPU
 from busload_operator.tuning.planner import MemoryPlan, ModelFacts, plan_memory
 from busload_runtime.contract import Limits, default_token_budget
@@ -52,7 +52,8 @@ def longest_sequence(spec: Spec, percent: int | None = None) -> int:
 
 def known_facts(spec: Spec) -> ModelFacts | None:
     """What the model needs; None for a model that only its pods know."""
-    return (BUNDLED_ON_GPU if wants_gpu(spec) else BUNDLED).get(spec.model.source.bundled or "")
+    name = spec.model.source.bundled or ""
+    return BUNDLED_ON_GPU[weight_bits(spec)].get(name) if wants_gpu(spec) else BUNDLED.get(name)
 
 
 def shortest_plan(spec: Spec, facts: ModelFacts, available: int) -> MemoryPlan:

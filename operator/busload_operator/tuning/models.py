@@ -26,16 +26,22 @@ BUNDLED: dict[str, ModelFacts] = {
     ),
 }
 
-BUNDLED_ON_GPU: dict[str, ModelFacts] = {
-    "smollm2-135m-instruct": ModelFacts(
+
+def _smollm2_on_gpu(weight_bytes: int, step_weight_bytes: int) -> ModelFacts:
+    return ModelFacts(
         name="smollm2-135m-instruct",
-        weight_bytes=135_368_832,
-        step_weight_bytes=135_368_832,
-        kv_bytes_per_token=12_245,
+        weight_bytes=weight_bytes,
+        step_weight_bytes=step_weight_bytes,
+        kv_bytes_per_token=12_240,
         block_tokens=64,
         context_length=8192,
         step_memory=StepMemory(per_token=15_744, per_request=393_216),
         overhead_bytes=1_610_612_736,
-    ),
+    )
+
+
+BUNDLED_ON_GPU: dict[int, dict[str, ModelFacts]] = {
+    8: {"smollm2-135m-instruct": _smollm2_on_gpu(194_089_088, 135_368_832)},
+    16: {"smollm2-135m-instruct": _smollm2_on_gpu(271_127_168, 269_030_016)},
 }
-"""The same on a GPU, with weights, keys and values of 8 bits, the default there."""
+"""The same on a GPU, by bits of a weight; keys and values of 8 bits."""

@@ -109,6 +109,10 @@ def test_a_manifest_with_a_gpu(tmp_path: Path) -> None:
     assert code == 0
     assert "smollm2-135m-instruct on a GPU" in text
     assert "The operator starts it with maxSequenceLength 8,192" in text
+    assert "a step reads                   129 MiB" in text
+    service["spec"]["model"]["weightPrecision"] = "FP16"
+    path.write_text(json.dumps(service), encoding="utf-8")
+    assert "a step reads                   257 MiB" in plan("-f", str(path), "--bandwidth", "4300")[1]
     service["spec"]["resources"]["gpuMemory"] = "1Gi"
     path.write_text(json.dumps(service), encoding="utf-8")
     code, text = plan("-f", str(path), "--bandwidth", "4300")
@@ -122,7 +126,8 @@ def test_elements_of_a_gpu() -> None:
         return {name: found[name] for name in ("weightBytes", "kvBytesPerToken")}
 
     default, half = memory(), memory("--weight-bits", "16", "--kv-bits", "16")
-    assert 1.9 < half["weightBytes"] / default["weightBytes"] < 2
+    # The embedding has 16 bits in both; in the first it is beside an output head of 8 bits.
+    assert 1.3 < half["weightBytes"] / default["weightBytes"] < 1.5
     assert 1.8 < half["kvBytesPerToken"] / default["kvBytesPerToken"] < 2
 
 

@@ -25,7 +25,7 @@ SPECS = {
         "apiKeys": {"secretName": "chat-api-keys"},
     },
     "gpu": {
-        "model": {"source": CLAIM},
+        "model": {"source": CLAIM, "weightPrecision": "FP8"},
         "resources": {
             "requests": {"cpu": "8", "memory": "16Gi"},
             "limits": {"memory": "32Gi", "nvidia.com/gpu": 1},

@@ -254,6 +254,18 @@ def test_only_pods_with_a_gpu_know_of_it():
     assert not any(argument.startswith("--memory") for argument in gpu["containers"][0]["args"])
 
 
+@pytest.mark.parametrize(
+    ("precision", "argument"),
+    [("Auto", []), ("FP16", ["bf16"]), ("INT8", ["int8"]), ("FP8", ["fp8"])],
+)
+def test_the_weights_precision_reaches_the_executor(precision: str, argument: list[str]):
+    settings = replace(SETTINGS, gpu_image="gpu:1")
+    service = make(model={"source": BUNDLED, "weightPrecision": precision}, resources=GPU)
+    pod = deployment_module.deployment(service, settings, 1)["spec"]["template"]["spec"]
+    found = [one for one in pod["containers"][0]["args"] if one.startswith("--weight-precision")]
+    assert found == [f"--weight-precision={name}" for name in argument]
+
+
 def test_whatever_a_gpu_pod_writes_is_on_a_volume():
     settings = replace(SETTINGS, gpu_image="gpu:1")
     pod = deployment_module.deployment(make(resources=GPU), settings, 1)["spec"]["template"]["spec"]
