@@ -85,11 +85,13 @@ void attend_segment(const typename Cache::Queries& rows, int segment, const Sums
 // The result of a job's rows: out / sum of the weights, quantised.
 void finish(const AttendJob& job, const Sums& sums) {
   const int group = job.model->heads / job.model->kv_heads;
-  for (int r = 0; r < job.count * group; r++) {
-    const F16 inverse = splat(1.f / sum(load(sums.mass(r))));
-    const float* out = sums.out(r);
-    const int groups = sums.dim / kGroup, first = (job.kv_head * group + r % group) * groups;
-    quantise_row(groups, job.out, job.row + r / group, first, [=](int i) { return mul(load(out + i), inverse); });
+  const int dim = sums.dim, groups = dim / kGroup;
+  for (int token = 0; token < job.count; token++) {
+    float inverse[kAttendRows];
+    for (int head = 0; head < group; head++) inverse[head] = 1.f / sum(load(sums.mass(token * group + head)));
+    quantise_row(group * groups, job.out, job.row + token, job.kv_head * group * groups, [&](int i) {
+      return mul(load(sums.out(token * group + i / dim) + i % dim), splat(inverse[i / dim]));
+    });
   }
 }
 

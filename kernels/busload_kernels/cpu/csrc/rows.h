@@ -92,6 +92,7 @@ inline float norm_factor(const float* x, float eps, int cols) {
 }
 
 void norm_quantise(const float* x, const float* weight, float eps, const Activations& out, int row) {
+  for (int i = 0; i < out.cols; i += 16) __builtin_prefetch(x + out.cols + i, 0, 3);  // the next row, from afar
   const F16 factor = splat(norm_factor(x, eps, out.cols));
   quantise_row(out.cols / kGroup, out, row, 0, [=](int i) { return mul(mul(load(x + i), factor), load(weight + i)); });
 }
