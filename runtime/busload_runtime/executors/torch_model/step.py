@@ -6,6 +6,7 @@ to the device in one copy (`Staging`).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -63,10 +64,12 @@ def arrange(chunks: Sequence[Chunk], rows: Sequence[int], block_size: int) -> Ar
     starts = np.array([chunk.start for chunk in chunks], np.int32)
     lengths = starts + np.array(counts, np.int32)
     num_decodes = sum(count == 1 for count in counts)
-    tables = np.zeros((len(chunks), max((-(-int(n) // block_size) for n in lengths), default=0)), np.int32)
-    for table, chunk, length in zip(tables, chunks, lengths.tolist(), strict=True):
-        used = -(-length // block_size)
-        table[:used] = chunk.blocks[:used]
+    used = -(-lengths // block_size)
+    tables = np.zeros((len(chunks), used.max(initial=0)), np.int32)
+    blocks_of = (chunk.blocks[:count] for chunk, count in zip(chunks, used.tolist(), strict=True))
+    # All tables at once: an assignment for each costs more than its numbers.
+    inside = np.arange(tables.shape[1]) < used[:, None]
+    tables[inside] = np.fromiter(chain.from_iterable(blocks_of), np.int32, int(used.sum()))
     request = np.repeat(np.arange(len(chunks)), counts)
     first = np.cumsum([0, *counts])
     positions = starts[request] + (np.arange(first[-1]) - first[request]).astype(np.int32)
