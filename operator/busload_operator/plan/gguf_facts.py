@@ -24,8 +24,9 @@ _UNIT_ROWS, _GROUP, _BLOCK_TOKENS = 32, 32, 32
 # Of a step's buffers: rows that each thread quantises for itself; bytes of a tile that is unpacked for a large batch,
 # and of how many groups of inputs two such tiles are kept.
 _OWN_ROWS, _WIDE_BYTES, _WIDE_GROUPS = 5, 8 * 64 + 2 * 16 * 4, 24
-# Rows that are taken through a matrix at once: so many inputs in all, and at least so many rows.
-_BLOCK_INPUTS, _LEAST_BLOCK = 3 << 17, 96
+# Rows of activations in a panel. Panels that are taken through a matrix at once: so many inputs in all, and at least so
+# many panels.
+_PANEL_ROWS, _BLOCK_INPUTS, _LEAST_BLOCK = 48, 3 << 17, 2
 # Sums of long contexts that are computed in segments: how many, and floats of each beside those of its rows.
 _PARTIALS, _PARTIAL_HEAD = 512, 48
 _ALIGNMENT = 64
@@ -158,24 +159,25 @@ def _cpu_step(config: ModelConfig) -> StepMemory:
         2 * 4 * config.hidden_size  # residual and branch
         + 4 * _whole_units(qkv)
         + 4 * len(config.ropes) * config.head_dim  # cosines and sines
-        + quantised
         + attended
         + 2 * 4 * config.num_heads  # queries
     )
     per_thread = _OWN_ROWS * _quantised(config.hidden_size) + _WIDE_GROUPS * 2 * _WIDE_BYTES + 2 * 4 * config.vocab_size
     per_request = (
         4 * _whole_units(config.vocab_size)  # logits
-        + 4 * config.hidden_size  # residual and attention of the last layer
-        + _quantised(attended)
+        + 4 * config.hidden_size  # residual of the last layer
     )
     partial = _PARTIAL_HEAD + config.num_heads // config.num_kv_heads * (config.head_dim + 16)
     return StepMemory(
-        fixed=quantised + _quantised(attended) + 4 * _PARTIALS * (partial + 1) + 28 * _ALIGNMENT,
+        fixed=4 * _PARTIALS * (partial + 1) + 28 * _ALIGNMENT,
         per_thread=per_thread + 12 * _ALIGNMENT,
         per_token=per_token,
         per_token_and_thread=2 * 4 * _UNIT_ROWS,
-        tokens_at_once=max(_BLOCK_INPUTS // config.hidden_size, _LEAST_BLOCK),
+        tokens_at_once=max(_BLOCK_INPUTS // config.hidden_size // _PANEL_ROWS, _LEAST_BLOCK) * _PANEL_ROWS,
         per_request=per_request,
+        per_row_of_tokens=quantised,
+        per_row_of_requests=_quantised(attended),  # of the last layer
+        panel=_PANEL_ROWS,
     )
 
 

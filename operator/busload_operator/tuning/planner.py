@@ -23,12 +23,21 @@ class StepMemory:
     """Tokens that a thread computes before the next ones take the same place; `per_token_and_thread` is of those."""
     per_request: int = 0
     """One row of logits for each request that gets a token."""
+    per_row_of_tokens: int = 0
+    """Of what is kept for each token in whole panels of `panel` rows; less than one panel is an odd number of rows."""
+    per_row_of_requests: int = 0
+    """The same for each request that gets a token."""
+    panel: int = 1
 
     def of(self, tokens: int, requests: int, threads: int) -> int:
         """Bytes of a step of so many tokens that draws for so many requests."""
         tokens, requests = max(1, tokens), max(1, min(tokens, requests))
         each_thread = self.per_thread + min(tokens, self.tokens_at_once) * self.per_token_and_thread
-        return self.fixed + threads * each_thread + tokens * self.per_token + requests * self.per_request
+        rows = self._rows(tokens) * self.per_row_of_tokens + self._rows(requests) * self.per_row_of_requests
+        return self.fixed + threads * each_thread + tokens * self.per_token + requests * self.per_request + rows
+
+    def _rows(self, count: int) -> int:
+        return count | 1 if count < self.panel else -(-count // self.panel) * self.panel
 
 
 @dataclass(frozen=True, slots=True)
