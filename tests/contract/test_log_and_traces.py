@@ -78,10 +78,10 @@ def test_a_prompt_is_logged_only_where_asked_for_and_a_span_reaches_the_collecto
     assert SECRET not in str(span)
 
 
-def test_a_collector_that_is_not_there_stops_nothing(tmp_path: Path) -> None:
+def test_a_collector_that_is_not_there_stops_nothing(tmp_path: Path, tiny: Path) -> None:
     flags = ("--otlp-endpoint=http://127.0.0.1:9/v1/traces", "--log-format=text", "--max-sequence-length=512")
-    with running(tmp_path, *flags) as server:
-        assert server.complete(prompt="Hello", max_tokens=2).status_code == 200
-        eventually(lambda: "POST  /v1/completions  200  length  prompt 1  cached 0  output 2" in server.log)
+    with running(tmp_path, f"--model={tiny}", *flags) as server:
+        assert server.complete(prompt="Hello", max_tokens=2, ignore_eos=True).status_code == 200
+        eventually(lambda: "POST  /v1/completions  200  length  prompt 5  cached 0  output 2" in server.log)
         server.process.terminate()
         assert server.wait() == 0

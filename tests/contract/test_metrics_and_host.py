@@ -39,8 +39,11 @@ def test_names_from_clients_make_no_series(server: LiveServer) -> None:
 
 @pytest.fixture
 def memory_hog(tmp_path: Path) -> Iterator[None]:
-    """A neighbour that takes 500 MB and gives them back, over and over."""
-    code = "while True: block = bytearray(500_000_000); block[::4096] = b'x' * len(block[::4096]); del block"
+    """A neighbour that takes 500 MB and gives them back, over and over, and leaves the CPUs alone in between."""
+    code = (
+        "import time\nwhile True: block = bytearray(500_000_000); block[::4096] = b'x' * len(block[::4096]); "
+        "time.sleep(0.1); del block; time.sleep(0.1)"
+    )
     process = subprocess.Popen([sys.executable, "-c", code])
     yield
     process.kill()
@@ -103,19 +106,24 @@ def cgroup(request: pytest.FixtureRequest) -> Iterator[Path]:
     group.rmdir()
 
 
+@pytest.fixture(scope="module")
+def threads_of_one(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> int:
+    """Of an engine that was told to compute with one."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("BUSLOAD_THREADS", "1")
+        with running(tmp_path_factory.mktemp("one"), f"--model={tiny}") as server:
+            return threads(server)
+
+
 @pytest.mark.parametrize("cgroup", [0.5, 1.5], indirect=True)
-def test_it_serves_under_a_quota(tiny: Path, tmp_path: Path, cgroup: Path) -> None:
+def test_it_serves_under_a_quota(tiny: Path, tmp_path: Path, threads_of_one: int, cgroup: Path) -> None:
     """Of half a CPU and of one and a half: one thread computes, for two would only wait for each other."""
     own = Path("/proc/self/cgroup").read_text()
     home = next(line.split(":", 2)[2] for line in own.splitlines() if "cpu" in line.split(":")[1].split(","))
     (cgroup / "tasks").write_text(str(os.getpid()))
     try:
         with running(tmp_path, f"--model={tiny}") as server:
-            one = threads(server)
+            assert threads(server) == threads_of_one
             answers(server)
     finally:
         (CPU_CGROUPS / home.lstrip("/") / "tasks").write_text(str(os.getpid()))
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("BUSLOAD_THREADS", "1")
-        with running(tmp_path, f"--model={tiny}") as server:
-            assert threads(server) == one
