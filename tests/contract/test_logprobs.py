@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from live_server import BUNDLED, LiveServer
+from live_server import BUNDLED, LiveServer, events
 
 PROMPT = "Once upon a time there was a"
 
@@ -98,6 +98,74 @@ def test_values_are_the_models_own_whatever_shapes_the_draw(client: openai.OpenA
     assert best == pytest.approx({token: hot.top_logprobs[0][token] for token in best}, abs=1e-4)
 
 
+@pytest.mark.parametrize("length", [1, 7, 60])
+def test_a_prompt_is_scored_as_the_same_tokens_were_when_they_were_drawn(server: LiveServer, length: int) -> None:
+    """The last tokens of the prompt are an earlier answer: whatever its pieces are, the values are the same."""
+    given = server.http.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
+    fields = {"temperature": 0, "logprobs": 3, "ignore_eos": True}
+    (drawn,) = server.complete(prompt=given, max_tokens=length, **fields).json()["choices"]
+    again = server.http.post("/tokenize", json={"prompt": PROMPT + drawn["text"]}).json()["tokens"]
+    assert len(again) == len(given) + length, "the answer is tokenised as it was drawn; choose another prompt"
+    answer = server.complete(prompt=again, max_tokens=1, echo=True, **fields).json()
+    (choice,) = answer["choices"]
+    scored = choice["logprobs"]
+    check_echo(choice, len(again) + 1)
+    assert choice["text"].startswith(PROMPT + drawn["text"])
+    for key in ("tokens", "token_logprobs", "top_logprobs"):
+        assert scored[key][len(given) : -1] == drawn["logprobs"][key], key
+    assert [at - len(PROMPT) for at in scored["text_offset"][len(given) : -1]] == drawn["logprobs"]["text_offset"]
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_a_stream_scores_each_prompt_in_front_of_its_answer(server: LiveServer) -> None:
+    """Several prompts with several choices each, one of them a single token, one with characters of several tokens."""
+    body: dict[str, Any] = {"prompt": [PROMPT, "The", "é 😀 日本"], "n": 2, "seed": 3, "max_tokens": 5, "logprobs": 1}
+    whole = server.complete(**body, echo=True).json()["choices"]
+    plain = server.complete(**body).json()["choices"]
+    parts: dict[int, list[dict[str, Any]]] = {}
+    for event in server.stream(**body, echo=True):
+        for choice in event["choices"] if isinstance(event, dict) else ():
+            parts.setdefault(choice["index"], []).append(choice)
+    assert sorted(parts) == list(range(6))
+    for choice, other in zip(whole, plain, strict=True):
+        streamed = parts[choice["index"]]
+        assert "".join(part["text"] for part in streamed) == choice["text"]
+        for key, values in choice["logprobs"].items():
+            assert [value for part in streamed for value in (part["logprobs"] or {}).get(key, [])] == values
+        assert choice["text"].endswith(other["text"])
+        count = len(other["logprobs"]["tokens"])
+        values = choice["logprobs"]["token_logprobs"]
+        assert values[len(values) - count :] == other["logprobs"]["token_logprobs"]
+
+
+def check_echo(choice: dict[str, Any], length: int) -> None:
+    """Each token of prompt and answer has its place in the text, and all but the first a value."""
+    logprobs = choice["logprobs"]
+    assert {len(values) for values in logprobs.values()} == {length}
+    assert "".join(logprobs["tokens"]) == choice["text"]
+    assert (logprobs["token_logprobs"][0], logprobs["top_logprobs"][0]) == (None, None)
+    for token, value, top in list(zip(*list(logprobs.values())[:3], strict=True))[1:]:
+        assert value <= 0
+        assert top[token] >= value
+
+
+def test_the_longest_prompt_is_scored_beside_others(server: LiveServer) -> None:
+    """No step takes more memory for it than one of a full batch, and who streams meanwhile gets its tokens."""
+    with server.http.stream(
+        "POST", "/v1/completions", json={"prompt": PROMPT, "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    ) as response:
+        other = events(response)
+        next(other)
+        before = server.level("busload_generated_tokens_total")
+        body = {"prompt": [50 + i % 900 for i in range(1500)], "max_tokens": 1, "logprobs": 5, "echo": True}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
+        check_echo(answer.json()["choices"][0], 1501)
+        beside = server.level("busload_generated_tokens_total") - before
+        assert "choices" in next(other)
+    assert beside > 10
+
+
 def test_a_chat_without_logprobs_has_none(server: LiveServer) -> None:
     body = {**chat("hi"), "max_tokens": 2}
     for more in ({}, {"logprobs": False}, {"logprobs": None, "top_logprobs": None}, {"top_logprobs": 0}):
@@ -114,8 +182,7 @@ def test_a_chat_without_logprobs_has_none(server: LiveServer) -> None:
         ("/v1/chat/completions", {"top_logprobs": 2}, "top_logprobs"),
         ("/v1/chat/completions", {"logprobs": 1}, "logprobs"),
         ("/v1/completions", {"logprobs": 6}, "logprobs"),
-        ("/v1/completions", {"logprobs": 1, "echo": True}, "logprobs"),
-        ("/v1/completions", {"prompt": "long " * 4000, "logprobs": 5, "echo": True}, "logprobs"),
+        ("/v1/completions", {"prompt": ["long " * 3000] * 20, "logprobs": 5, "echo": True}, "logprobs"),
     ],
 )
 def test_what_cannot_be_had_is_refused_by_name(server: LiveServer, path: str, fields: Any, param: str) -> None:

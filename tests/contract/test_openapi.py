@@ -16,6 +16,7 @@ ANSWERS: list[tuple[str, str, Any, type]] = [
     ("POST", "/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2, "n": 2}, responses.ChatCompletion),
     ("POST", "/v1/completions", PROMPT, responses.Completion),
     ("POST", "/v1/completions", {**PROMPT, "logprobs": 2, "n": 2}, responses.Completion),
+    ("POST", "/v1/completions", {**PROMPT, "logprobs": 2, "echo": True}, responses.Completion),
     ("POST", "/tokenize", {"prompt": "Hello", "return_token_strs": True}, responses.Tokenized),
     ("POST", "/detokenize", {"tokens": [5]}, responses.Detokenized),
     ("GET", "/v1/models", None, responses.ModelList),

@@ -20,8 +20,8 @@ from busload_runtime.executors.contract import Executor
 from busload_runtime.grammar.matcher import GrammarError
 
 SPARE = 8 << 20
-"""Bytes that a step of `Engine.probe` may need beyond the steps that the limits allow: a part of what is set aside for
-what grows."""
+"""Bytes that a step of `Engine.probe`, or one that scores prompts, may need beyond the steps that the limits allow: a
+part of what is set aside for what grows."""
 
 
 class Engine:
@@ -49,6 +49,7 @@ class Engine:
         executor.reserve(memory.max_blocks)
         executor.resize(num_blocks)
         self._scheduler = Scheduler(limits, executor.block_size, num_blocks, pace)
+        self._scheduler.logit_rows = self._logit_rows(limits)
         self._statistics = Statistics(clock())
         self._secret = os.urandom(32)
         self._plans_by_own_law = plans_by_own_law
@@ -65,11 +66,9 @@ class Engine:
 
     def probe(self) -> Probed | None:
         """Tries steps of several shapes, outside all counters; None when the pool is too small for it."""
-        limits, memory = self._scheduler.limits, self._memory
-        planned = memory.activations(limits.token_budget, limits.batch_size) + SPARE
-        sizes = [2**k for k in range(13) if memory.activations(limits.token_budget, 2**k) <= planned]
+        budget = self._scheduler.limits.token_budget
         num_blocks = self._scheduler.levels().kv_blocks
-        probed = probe(self._executor, num_blocks, limits.token_budget, max(sizes, default=1), self._clock)
+        probed = probe(self._executor, num_blocks, budget, self._scheduler.logit_rows, self._clock)
         if probed is not None:
             self._own_law = OwnLaw(probed.law)
             self._plan_by_own_law()
@@ -94,6 +93,7 @@ class Engine:
             arrived=sent,
             tenant=message.tenant,
             weight=message.weight,
+            score_prompt=message.score_prompt and message.logprobs is not None,
         )
         if message.grammar:
             return self._constrain(request, message.grammar)
@@ -121,6 +121,7 @@ class Engine:
         num_blocks = self._memory.num_blocks(limits)
         self._advance()
         self._scheduler.set_limits(limits)
+        self._scheduler.logit_rows = self._logit_rows(limits)
         self._scheduler.set_pace(pace)
         if num_blocks == self._scheduler.levels().kv_blocks:
             return []
@@ -155,6 +156,12 @@ class Engine:
         if self._own_law.observe(stats):
             self._plan_by_own_law()
         return stats
+
+    def _logit_rows(self, limits: Limits) -> int:
+        """The largest power of two rows of logits that a step has memory for."""
+        activations = self._memory.activations
+        planned = activations(limits.token_budget, limits.batch_size) + SPARE
+        return max((2**k for k in range(13) if activations(limits.token_budget, 2**k) <= planned), default=1)
 
     def _plan_by_own_law(self) -> None:
         if self._plans_by_own_law:
@@ -227,4 +234,5 @@ def _token_out(output: Output) -> TokenOut:
         output.error,
         output.logprobs,
         output.error_code,
+        output.prompt_logprobs,
     )

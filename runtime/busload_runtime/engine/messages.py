@@ -37,6 +37,8 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     """Token ids, checked against the vocabulary, and what is added to their logits."""
     logprobs: int | None = None
     """How many of the most likely tokens come with each drawn one and its log-probability; None: nothing of it."""
+    score_prompt: bool = False
+    """Whether the prompt's tokens get log-probabilities, too, with the first token of the output; needs `logprobs`."""
     tenant: str = ""
     """Whose turn it is in the queue, and whose prefixes it may find cached: nobody else's."""
     weight: float = 1.0
@@ -105,6 +107,8 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True):
     logprobs: Logprobs | None = None
     error_code: str | None = None
     """What kind of error it is, if there is a name for it: invalid_grammar."""
+    prompt_logprobs: list[Logprobs] | None = None
+    """With the first token where `Submit.score_prompt` asked for it: of the prompt's tokens from the second one on."""
 
 
 class Tokens(msgspec.Struct, tag=True, frozen=True):

@@ -44,6 +44,17 @@ class SamplingParams:
     """How many of the most likely tokens are reported with the drawn one; None: nothing is, at no cost."""
 
 
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """Tokens of the prompt whose log-probabilities a chunk gives, beside its draw or instead of one."""
+
+    first: int
+    """Row `first + i` of the chunk (its first token is row 0) predicts `targets[i]`."""
+    targets: tuple[int, ...]
+    num_top: int
+    """How many of the most likely tokens are reported with each."""
+
+
 @dataclass(slots=True)
 class Chunk:
     """The part of one request that a step computes: one token (decode) or a piece of its prompt (prefill).
@@ -65,6 +76,8 @@ class Chunk:
     history: "array[int] | None" = None
     """All tokens of the request so far (int32): the prompt, then the `sample_index` drawn ones. None unless the chunk
     draws with a shaping that penalises. Borrowed until the step is committed: then it grows."""
+    scoring: Scoring | None = None
+    """None unless the request asks for log-probabilities of its prompt."""
 
     @property
     def length_after(self) -> int:
@@ -101,11 +114,18 @@ class Logprobs(NamedTuple):
     """The most likely tokens, most likely first, of equals the lower id first."""
 
 
+NO_TOKEN = -1
+"""Instead of a drawn token, of a chunk that draws none."""
+
+
 @dataclass(slots=True)
 class Sampled:
     """One drawn token. Not declared frozen for the reason `Chunk` is not."""
 
     request_id: int
     token: int
+    """`NO_TOKEN` of a chunk that only scores."""
     logprobs: Logprobs | None = None
     """There when `SamplingParams.logprobs` asked for it."""
+    prompt: tuple[Logprobs, ...] = ()
+    """Of `Chunk.scoring`: one for each target."""

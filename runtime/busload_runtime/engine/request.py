@@ -34,6 +34,9 @@ class Request:
     """Whom the tokens are counted for."""
     weight: float = 1.0
     """Of the tenant: with twice the weight it gets twice the tokens of another."""
+    score_prompt: bool = False
+    """Whether the log-probabilities of the prompt are wanted, as those of the output are. No cached block spares it a
+    computation then, since each row is needed."""
 
     # Kept by the scheduler.
     account: Account = field(init=False)
@@ -63,10 +66,18 @@ class Request:
     cached_tokens: int = field(init=False, default=0)
     """Prompt tokens the prefix cache held when the request first started."""
 
+    prompt_logprobs: list[Logprobs] = field(init=False, default_factory=list)
+    """Of the prompt's tokens from the second one on, as far as they are scored."""
+
     def __post_init__(self) -> None:
         self.prompt_length = len(self.tokens)
         shaping = self.sampling.shaping
         self.history = array("i", self.tokens) if shaping is not None and shaping.penalises else None
+
+    @property
+    def unscored(self) -> bool:
+        """Whether there are tokens of the prompt to score."""
+        return self.score_prompt and len(self.prompt_logprobs) < self.prompt_length - 1
 
     @property
     def drawn(self) -> int:
@@ -90,3 +101,5 @@ class Output:
     logprobs: Logprobs | None = None
     error_code: str | None = None
     """What kind of error it is, if there is a name for it."""
+    prompt_logprobs: list[Logprobs] | None = None
+    """Set on the first token if they are wanted."""

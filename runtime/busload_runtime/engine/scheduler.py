@@ -26,6 +26,7 @@ from busload_runtime.contract import Limits, Pace
 from busload_runtime.engine.block_pool import Block, BlockPool, chain_digest
 from busload_runtime.engine.plan import Chunk, Plan, Sampled
 from busload_runtime.engine.prompt_room import PromptRoom
+from busload_runtime.engine.prompt_scores import LogitRows, scoring_of
 from busload_runtime.engine.request import Output, Request
 from busload_runtime.engine.waiting import WaitingQueue, start_order
 
@@ -76,6 +77,8 @@ class Scheduler:
         self.limits = limits
         self.pace = pace
         self.block_size = block_size
+        self.logit_rows = 0
+        """Rows of logits that a step may have where prompts are scored; no fewer than the batch limit in any case."""
         self.counters = Counters()
         self._pool = BlockPool(num_blocks)
         self._requests: dict[int, Request] = {}
@@ -176,9 +179,11 @@ class Scheduler:
         chunks: list[Chunk] = []
         preemptions = self.counters.preemptions
         room = PromptRoom(self.pace, self.block_size, self._decoding)
-        budget = self._plan_running(chunks, room)
+        batch, running = self.limits.batch_size, len(self._running)
+        rows = LogitRows(max(self.logit_rows, batch), max(running, min(batch, running + len(self._waiting))))
+        budget = self._plan_running(chunks, room, rows)
         if self.counters.preemptions == preemptions:
-            self._admit(chunks, budget, room, now)
+            self._admit(chunks, budget, room, rows, now)
         plan = Plan(tuple(chunks))
         if chunks:
             self._planned = plan
@@ -190,7 +195,7 @@ class Scheduler:
             raise ValueError("commit takes the plan made last, once")
         self._planned = None
         drawn = {draw.request_id: draw for draw in sampled}
-        expected = [chunk.request_id for chunk in plan.chunks if chunk.sampling is not None]
+        expected = [c.request_id for c in plan.chunks if c.sampling is not None or c.scoring is not None]
         if len(sampled) != len(expected) or drawn.keys() != set(expected):
             raise ValueError(f"the executor drew tokens for requests {sorted(drawn)}, planned were {sorted(expected)}")
         requests, size, charges = self._requests, self.block_size, self._waiting.charges
@@ -207,6 +212,8 @@ class Scheduler:
                 request.reached = end
             if end // size > request.published:
                 self._publish(request)
+            if chunk.scoring is not None:
+                request.prompt_logprobs += drawn[chunk.request_id].prompt
             if chunk.sampling is not None:
                 if charges:
                     request.account.tokens += 1
@@ -316,7 +323,7 @@ class Scheduler:
         lengths = [len(r.tokens) for r in self._running if len(r.tokens) == r.computed + 1 > r.prompt_length]
         return len(lengths), sum(lengths)
 
-    def _plan_running(self, chunks: list[Chunk], room: PromptRoom) -> int:
+    def _plan_running(self, chunks: list[Chunk], room: PromptRoom, rows: LogitRows) -> int:
         """Plans the running requests; returns the tokens left in the budget."""
         running, size = self._running, self.block_size
         budget = max(self.limits.token_budget, len(running))  # a lowered limit still gives every request its token
@@ -327,7 +334,7 @@ class Scheduler:
             start, length = request.computed, len(request.tokens)
             count = min(length - start, budget - newer)
             if length > start + 1 or length == request.prompt_length:
-                count = room.tokens(start, count)
+                count = rows.tokens(request, start, room.tokens(start, count))
                 room.take(start, count)
             end = start + count
             if end > len(request.blocks) * size and not self._make_room(request, end):
@@ -349,14 +356,14 @@ class Scheduler:
         self._take(request, missing)
         return True
 
-    def _admit(self, chunks: list[Chunk], budget: int, room: PromptRoom, now: float) -> None:
+    def _admit(self, chunks: list[Chunk], budget: int, room: PromptRoom, rows: LogitRows, now: float) -> None:
         while budget > 0 and len(self._running) < self.limits.batch_size:
             request = self._waiting.next(now)
             if request is None:
                 return
             cached = self._cached_blocks(request)
             start = len(cached) * self.block_size
-            count = room.tokens(start, min(len(request.tokens) - start, budget))
+            count = rows.tokens(request, start, room.tokens(start, min(len(request.tokens) - start, budget)))
             if count == 0 or self._missing(request, cached) > self._pool.free:
                 return
             self._start(request, cached, self._blocks_for(len(request.tokens)) - len(cached), now)
@@ -403,6 +410,7 @@ class Scheduler:
             request.sampling if last else None,
             length - request.prompt_length,
             request.history if last else None,
+            scoring_of(request, start, end) if request.score_prompt else None,
         )
 
     def _draw(self, request: Request, draw: Sampled) -> Output:
@@ -418,6 +426,7 @@ class Scheduler:
         if drawn == 1 and request.started is not None:
             output.cached_tokens = request.cached_tokens
             output.queue_seconds = request.started - request.arrived
+            output.prompt_logprobs = request.prompt_logprobs if request.score_prompt else None
         if drawn >= request.min_tokens and token in request.stop_token_ids:
             output.finish_reason = "stop"
         elif length >= request.max_length or length > self._pool.num_blocks * self.block_size:
@@ -442,6 +451,8 @@ class Scheduler:
     def _cached_blocks(self, request: Request) -> list[Block]:
         """The leading blocks of the request that are cached, short of the block of its last token."""
         blocks: list[Block] = []
+        if request.unscored:
+            return blocks
         for index in range((len(request.tokens) - 1) // self.block_size):
             block = self._pool.find(self._digest(request, index))
             if block is None:

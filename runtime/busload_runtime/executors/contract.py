@@ -44,4 +44,7 @@ class Executor(Protocol):
         """Makes blocks 0 .. num_blocks - 1 usable and gives the memory of the others back. Their content is lost."""
 
     def run(self, plan: Plan) -> Sequence[Sampled]:
-        """Computes one step: writes keys and values of all chunks, returns one token per chunk that has `sampling`."""
+        """Computes one step: writes keys and values of all chunks, returns one token per chunk that has `sampling`.
+
+        A chunk with `scoring` has one, too, with the log-probabilities of its targets; `NO_TOKEN` if it does not draw.
+        """

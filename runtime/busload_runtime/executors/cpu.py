@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from busload_kernels.cpu import library as native
 from busload_kernels.cpu.errors import KernelError
-from busload_runtime.engine.plan import Chunk, Logprobs, Plan, Sampled, SamplingParams, Shaping
+from busload_runtime.engine.plan import Chunk, Logprobs, Plan, Sampled, SamplingParams, Shaping, mask_bytes
 from busload_runtime.executors.contract import DeviceMemory
 from busload_runtime.executors.cpu_model import PackedModel
 from busload_runtime.executors.cpu_threads import usable_threads
 from busload_runtime.executors.errors import ExecutorError, wrong_plan
-from busload_runtime.executors.sampling import history_of, masks_of
+from busload_runtime.executors.sampling import answers_of, history_of, masks_of, not_a_number, scored_rows
 from busload_runtime.model.weights import WeightFile
 
 _SAMPLING = "dddQQqQQQ"  # native.Sampling
@@ -124,17 +124,26 @@ class CpuExecutor:
             )
             for (chunk, params, _), shape, score in zip(drawing, shaped, scored, strict=True)
         ]
-        tokens = self._step(plan.chunks, [row for _, _, row in drawing], sampling, None)
-        for token, (chunk, _, _) in zip(tokens, drawing, strict=True):
-            if token < 0:
-                raise ExecutorError(
-                    f"request {chunk.request_id}: the model's output is not a number at position {chunk.length_after}; "
-                    "its weights are corrupt, download the model again"
-                )
-        return [
-            Sampled(chunk.request_id, token, score.read() if score else None)
-            for token, (chunk, _, _), score in zip(tokens, drawing, scored, strict=True)
+        # To score a token is to draw where no other may be.
+        targets = [
+            (chunk, _Target(token, chunk.scoring.num_top, self.vocab_size))
+            for chunk in plan.chunks
+            if chunk.scoring is not None
+            for token in chunk.scoring.targets
         ]
+        rows = [row for _, _, row in drawing] + scored_rows(plan.chunks)
+        tokens = self._step(plan.chunks, rows, sampling + [target.sampling for _, target in targets], None)
+        owners = [chunk for chunk, _, _ in drawing] + [chunk for chunk, _ in targets]
+        for token, chunk in zip(tokens, owners, strict=True):
+            if token < 0:
+                raise ExecutorError(not_a_number(chunk))
+        drawn = [
+            Sampled(chunk.request_id, token, score.read() if score else None)
+            for token, (chunk, _, _), score in zip(tokens, drawing, scored, strict=False)
+        ]
+        if not targets:
+            return drawn
+        return answers_of(plan, drawn, plan.chunks, [target.logprobs.read() for _, target in targets])
 
     def logits(self, chunks: Sequence[Chunk], rows: Sequence[int]) -> NDArray[np.float32]:
         """Logits [len(rows), vocab] of a step's `rows` (indices of tokens over all chunks); nothing is drawn."""
@@ -239,6 +248,16 @@ class _Mask:
     def __init__(self, mask: bytes) -> None:
         self._words = array("I", mask)
         self.address = self._words.buffer_info()[0]
+
+
+class _Target:
+    """The sampling of a row that predicts a known token."""
+
+    def __init__(self, token: int, num_top: int, vocab_size: int) -> None:
+        mask = bytearray(mask_bytes(vocab_size))
+        mask[token // 8] = 1 << token % 8
+        self._mask, self.logprobs = _Mask(bytes(mask)), _Logprobs(num_top, vocab_size)
+        self.sampling = (*_GREEDY[:-2], self.logprobs.address, self._mask.address)
 
 
 def _sampling(params: SamplingParams, sample_index: int, shaping: int, logprobs: int, mask: int) -> tuple[float, ...]:

@@ -15,7 +15,7 @@ from busload_runtime.engine.plan import Chunk, Plan, Sampled
 from busload_runtime.executors.contract import DeviceMemory
 from busload_runtime.executors.errors import ExecutorError
 from busload_runtime.executors.plan_check import check_chunks
-from busload_runtime.executors.sampling import masks_of
+from busload_runtime.executors.sampling import answers_of, masks_of, score_all, scored_rows
 from busload_runtime.executors.torch_model import draw, loading
 from busload_runtime.executors.torch_model.device import Device, measure_copy_bandwidth, memory_enough, open_device
 from busload_runtime.executors.torch_model.graphs import (
@@ -159,14 +159,15 @@ class CudaExecutor:
         if not chunks:
             return []
         with torch.inference_mode(), memory_enough(f"in a step of {plan.num_tokens} tokens"):
-            arrays = arrange(chunks, [row for _, row in rows], BLOCK_SIZE)
-            tokens, logits, tensors = self._step(arrays, drawing)
+            arrays = arrange(chunks, [row for _, row in rows] + scored_rows(chunks), BLOCK_SIZE)
+            all_tokens, all_logits, tensors = self._step(arrays, drawing)
+            tokens, logits, scored = all_tokens[: len(rows)], all_logits[: len(rows)], all_logits[len(rows) :]
             if draw.needs_shaping(drawing, masks):
                 draws = draw.draws_of(tensors, len(drawing))
                 tokens = draw.draw_shaped(logits, drawing, masks, draws, self._ops)
-            answers = draw.sampled(drawing, tokens.tolist(), logits)
-        by_request = {answer.request_id: answer for answer in answers}
-        return [by_request[chunk.request_id] for chunk in plan.chunks if chunk.sampling is not None]
+            drawn = draw.sampled(drawing, tokens.tolist(), logits)
+            scores = score_all(chunks, (row.cpu().numpy() for row in scored))
+            return answers_of(plan, drawn, chunks, scores)
 
     def logits(self, chunks: Sequence[Chunk], rows: Sequence[int]) -> NDArray[np.float32]:
         """Logits [len(rows), vocab] of a step's `rows` (indices of tokens over all chunks); nothing is drawn."""
@@ -184,7 +185,8 @@ class CudaExecutor:
     def _step(self, arrays: Arrays, drawing: Sequence[Chunk]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Tokens [R] and logits [R, vocab] of a step, and all that was uploaded for it."""
         rows = len(arrays["rows"])
-        bucket = bucket_for(rows) if rows == len(arrays["tokens"]) else None  # every token is a decode, and draws
+        decodes = rows == len(arrays["tokens"]) == len(drawing)  # every token is a decode, and draws
+        bucket = bucket_for(rows) if decodes else None
         if bucket is not None:
             wide = padded(arrays, bucket, -(-self.context_length // BLOCK_SIZE))
             found = self._graphs.run(bucket, wide | self._ops.extras(wide) | draw.draw_arrays(drawing, bucket))

@@ -20,7 +20,18 @@ from busload_runtime.executors.errors import ExecutorError
 from busload_runtime.executors.kv_pool import KvPool
 from busload_runtime.executors.linear import Linear, rows_of, tile, usable_threads
 from busload_runtime.executors.plan_check import check_chunks
-from busload_runtime.executors.sampling import apply_mask, history_of, logprobs_of, masks_of, sample, shape
+from busload_runtime.executors.sampling import (
+    answers_of,
+    apply_mask,
+    history_of,
+    logprobs_of,
+    masks_of,
+    not_a_number,
+    sample,
+    score_all,
+    scored_rows,
+    shape,
+)
 from busload_runtime.model.architectures.description import Activation
 from busload_runtime.model.config import ModelConfig
 from busload_runtime.model.progress import LoadProgress
@@ -87,12 +98,11 @@ class ReferenceExecutor:
         # Decoding requests first: `linear` treats them apart.
         chunks = sorted(plan.chunks, key=lambda chunk: len(chunk.tokens) > 1)
         drawing = [(chunk, end - 1) for chunk, (_, end) in _with_rows(chunks) if chunk.sampling is not None]
-        logits = self.logits(chunks, [row for _, row in drawing])
-        drawn = {
-            chunk.request_id: _draw(chunk, row, masks.get(chunk.request_id))
-            for (chunk, _), row in zip(drawing, logits, strict=True)
-        }
-        return [drawn[chunk.request_id] for chunk in plan.chunks if chunk.sampling is not None]
+        logits = self.logits(chunks, [row for _, row in drawing] + scored_rows(chunks))
+        drawn = [
+            _draw(chunk, row, masks.get(chunk.request_id)) for (chunk, _), row in zip(drawing, logits, strict=False)
+        ]
+        return answers_of(plan, drawn, chunks, score_all(chunks, logits[len(drawing) :]))
 
     def _count_weight_bytes(self) -> int:
         tables = [self._embedding, self._final_norm]
@@ -276,10 +286,7 @@ def _attend(queries: Array, keys: Array, values: Array, scale: float, window: in
 
 def _draw(chunk: Chunk, logits: Array, mask: bytes | None) -> Sampled:
     if not np.isfinite(logits).all():
-        raise ExecutorError(
-            f"request {chunk.request_id}: the model's output is not a number at position {chunk.length_after}; "
-            "its weights are corrupt, download the model again"
-        )
+        raise ExecutorError(not_a_number(chunk))
     params = chunk.sampling
     assert params is not None
     shaped = logits

@@ -1,13 +1,14 @@
 """Drawing the next token from logits."""
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from busload_runtime.engine.plan import Chunk, Logprobs, Plan, SamplingParams, Shaping, mask_bytes
+from busload_runtime.engine.plan import NO_TOKEN, Chunk, Logprobs, Plan, Sampled, SamplingParams, Shaping, mask_bytes
 from busload_runtime.executors.errors import ExecutorError
 
 Array: TypeAlias = NDArray[np.float32]
@@ -64,6 +65,54 @@ def masks_of(plan: Plan, vocab_size: int) -> Mapping[int, bytes]:
                 f"needs {mask_bytes(vocab_size)}"
             )
     return plan.masks
+
+
+def scored_rows(chunks: Sequence[Chunk]) -> list[int]:
+    """Rows, over all tokens of the chunks, whose logits `Chunk.scoring` asks for."""
+    rows: list[int] = []
+    begin = 0
+    for chunk in chunks:
+        if chunk.scoring is not None:
+            first = begin + chunk.scoring.first
+            rows += range(first, first + len(chunk.scoring.targets))
+        begin += len(chunk.tokens)
+    return rows
+
+
+def answers_of(
+    plan: Plan, drawn: Iterable[Sampled], chunks: Sequence[Chunk], scores: Iterable[Logprobs]
+) -> list[Sampled]:
+    """What `Executor.run` returns: one answer per chunk that draws or scores, in the order of the plan.
+
+    `scores` are those of `scored_rows(chunks)`.
+    """
+    by_request = {answer.request_id: answer for answer in drawn}
+    each = iter(scores)
+    for chunk in chunks:
+        if chunk.scoring is not None:
+            answer = by_request.setdefault(chunk.request_id, Sampled(chunk.request_id, NO_TOKEN))
+            answer.prompt = tuple(islice(each, len(chunk.scoring.targets)))
+    return [by_request[chunk.request_id] for chunk in plan.chunks if chunk.request_id in by_request]
+
+
+def score_all(chunks: Sequence[Chunk], logits: Iterable[Array]) -> Iterator[Logprobs]:
+    """The log-probabilities of all targets, from logits [vocab] of `scored_rows`. Raises `ExecutorError`."""
+    rows = iter(logits)
+    for chunk in chunks:
+        scoring = chunk.scoring
+        for target in scoring.targets if scoring is not None else ():
+            row = next(rows)
+            if not np.isfinite(row).all():
+                raise ExecutorError(not_a_number(chunk))
+            assert scoring is not None
+            yield logprobs_of(row, target, scoring.num_top)
+
+
+def not_a_number(chunk: Chunk) -> str:
+    return (
+        f"request {chunk.request_id}: the model's output is not a number at position {chunk.length_after}; "
+        "its weights are corrupt, download the model again"
+    )
 
 
 def sample(logits: Array, params: SamplingParams, sample_index: int) -> int:

@@ -1,5 +1,6 @@
 """The road both endpoints share: admit, read, check, tokenise, submit, and answer whole or as a stream."""
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -18,7 +19,7 @@ from busload_runtime.server.deadline import HEADER, deadline_of
 from busload_runtime.server.disconnect import ClientGoneError, until_disconnect
 from busload_runtime.server.errors import ApiError
 from busload_runtime.server.generation import Choice, Generation, Piece
-from busload_runtime.server.logprobs import ScoredText, ScoredToken, joined
+from busload_runtime.server.logprobs import ScoredText, ScoredToken, joined, score_prompt
 from busload_runtime.server.protocol import Sampled, decode_request
 from busload_runtime.server.sampling import submits_of
 from busload_runtime.server.service import Service
@@ -97,6 +98,8 @@ class _Call(Generic[Body]):
         self.trace = trace
         self.created = int(time.time())
         self.leads: list[str] = []
+        self.scored_prompts: list[list[int]] = []
+        """Of each choice, if the log-probabilities of prompts are wanted."""
         self.parsers: list[ToolCallParser] = []
         """One per choice if the answer may call tools."""
         self.deadline = deadline_of(request.headers.get(HEADER), trace.arrival, service.timeouts)
@@ -150,6 +153,8 @@ class _Call(Generic[Body]):
             grammar,
         )
         n = body.n or 1
+        if body.scores_prompt():
+            self.scored_prompts = [prompt for prompt in prompts for _ in range(n)]
         self.leads = [lead for prompt in prompts for lead in [self.endpoint.lead(body, text, prompt)] * n]
         self.trace.prompt_tokens = sum(map(len, prompts))
         if self.service.log_prompts:
@@ -178,11 +183,24 @@ class _Call(Generic[Body]):
                     logprobs[i].append(self.endpoint.logprobs(piece.tokens, len(texts[i])))
                 texts[i] += piece.text
                 reasons[i] = piece.finish_reason or ""
+        for i in range(len(self.scored_prompts)):
+            logprobs[i].insert(0, await self._prompt_logprobs(i))
         choices = [self.endpoint.whole(i, texts[i], reasons[i], joined(logprobs[i]) or None) for i in range(len(texts))]
         for choice, parser in zip(choices, self.parsers, strict=False):
             add_calls(choice, parser)
         content = self._envelope(self.endpoint.object, choices) | {"usage": self._usage(body.n or 1)}
         return Response(_encode(content), media_type="application/json")
+
+    async def _prompt_logprobs(self, index: int) -> Json:
+        """The logprobs object of the prompt in front of a choice, once it has a token."""
+        tokens, logprobs = self.scored_prompts[index], self.generation.choices[index].prompt_logprobs
+        assert self.service.text is not None
+        tokenizer = self.service.text.model.tokenizer
+
+        def write() -> Json:
+            return self.endpoint.logprobs(score_prompt(tokens, logprobs or [], tokenizer), 0)
+
+        return await asyncio.to_thread(write)
 
     async def _begin(self, body: Body) -> AsyncIterator[bytes]:
         """Waits for the first pieces, so that what goes wrong before it is a status code and not half a stream."""
@@ -200,7 +218,7 @@ class _Call(Generic[Body]):
         for index, lead in enumerate(self.leads):
             if (opening := self.endpoint.opening(index)) is not None:
                 yield chunk(opening)
-            if lead:
+            if lead and not self.scored_prompts:
                 yield chunk(self.endpoint.delta(index, lead, None, None))
         text_events = [
             _TextEvent(chunk(self.endpoint.delta(index, _TextEvent.PLACE, None, None)))
@@ -225,10 +243,20 @@ class _Call(Generic[Body]):
                 for piece in pieces
             )
 
+        scored_leads = set(range(len(self.scored_prompts)))
+
+        async def with_leads(pieces: list[Piece]) -> bytes:
+            """With a scored prompt in front of the first piece of its choice: before, it is not scored."""
+            found = b""
+            for index in sorted(scored_leads & {piece.index for piece in pieces if piece.error is None}):
+                scored_leads.remove(index)
+                found += chunk(self.endpoint.delta(index, self.leads[index], None, await self._prompt_logprobs(index)))
+            return found + events(pieces)
+
         try:
-            yield events(first)
+            yield await with_leads(first)
             async for more in pieces:
-                yield events(more)
+                yield await with_leads(more) if scored_leads else events(more)
         except ApiError as error:
             self.trace.reason = error.code
             yield _event(error.body())

@@ -8,7 +8,7 @@ import msgspec
 from busload_runtime.server.answer import Endpoint, Json
 from busload_runtime.server.constrain import grammar_of
 from busload_runtime.server.errors import invalid
-from busload_runtime.server.logprobs import ScoredToken
+from busload_runtime.server.logprobs import ScoredToken, text_of_prompt
 from busload_runtime.server.protocol import CompletionRequest
 from busload_runtime.server.sampling import check_length
 from busload_runtime.server.tokenise import Admit, PromptEncoder
@@ -39,6 +39,8 @@ def _token_ids(ids: list[Any], text: PromptEncoder, limit: int, param: str) -> l
 def _lead(body: CompletionRequest, text: PromptEncoder, prompt: list[int]) -> str:
     if not body.echo:
         return ""
+    if body.scores_prompt():
+        return text_of_prompt(prompt, text.model.tokenizer)
     return body.prompt if isinstance(body.prompt, str) else text.model.tokenizer.decode(prompt)
 
 
@@ -56,9 +58,11 @@ def _logprobs(tokens: list[ScoredToken], offset: int) -> Json:
     }
 
 
-def _top(token: ScoredToken) -> msgspec.Raw:
+def _top(token: ScoredToken) -> msgspec.Raw | None:
     """The most likely tokens and the drawn one, which may be none of them. Of two of one text the likelier counts."""
-    found: dict[str, float] = {}
+    if token.logprob is None:
+        return None
+    found: dict[str, float | None] = {}
     for other in (*token.top, token):
         found.setdefault(other.text, other.logprob)
     return msgspec.Raw(msgspec.json.encode(found))

@@ -10,6 +10,7 @@ from functools import partial
 import msgspec
 
 from busload_runtime.engine.messages import GRAMMAR_ERROR, Submit, TokenOut
+from busload_runtime.engine.plan import Logprobs
 from busload_runtime.server.admission import Admission
 from busload_runtime.server.deadline import Deadline
 from busload_runtime.server.engine_client import EngineClient
@@ -51,6 +52,8 @@ class Choice:
     finish_reason: str | None = None
     output_tokens: int = 0
     cached_tokens: int = 0
+    prompt_logprobs: list[Logprobs] | None = None
+    """Of the prompt from its second token on; there from the first token of the output on, if asked for."""
     first_token_at: float = 0.0
     last_token_at: float = 0.0
 
@@ -213,6 +216,7 @@ class Generation:
         if choice.output_tokens == 0:
             self._no_longer_waits(choice)
             choice.cached_tokens = out.cached_tokens
+            choice.prompt_logprobs = out.prompt_logprobs
             first = now - self.trace.arrival
             waited = choice.submitted_at - self.trace.arrival + out.queue_seconds
             self.metrics.queue_wait.observe(waited)

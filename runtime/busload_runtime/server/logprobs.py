@@ -24,7 +24,8 @@ class ScoredToken(msgspec.Struct, frozen=True):
 
     text: str
     data: bytes
-    logprob: float
+    logprob: float | None
+    """None of the first token of a prompt, which nothing predicts."""
     top: "tuple[ScoredToken, ...]" = ()
     """With a drawn token: the most likely ones at its place, most likely first."""
 
@@ -41,6 +42,21 @@ def joined(parts: Iterable[Json]) -> Json:
     return whole
 
 
+def text_of_prompt(tokens: Iterable[int], tokenizer: TextTokenizer) -> str:
+    """The text of `score_prompt`."""
+    text = TextStream(tokenizer.token_bytes)
+    return "".join(map(text.decode, tokens))
+
+
+def score_prompt(tokens: list[int], logprobs: list[Logprobs], tokenizer: TextTokenizer) -> list[ScoredToken]:
+    """The tokens of a prompt; `logprobs` of those from the second one on."""
+    text = TextStream(tokenizer.token_bytes)
+    scored = ScoredText(text, tokenizer)
+    first = ScoredToken(text.decode(tokens[0]), tokenizer.token_bytes(tokens[0]), None)
+    rest = zip(tokens[1:], logprobs, strict=True)
+    return [first, *(scored.scored(token, text.decode(token), values) for token, values in rest)]
+
+
 class ScoredText:
     """The text of one sequence in whole tokens. As `TextStream`, but text comes with the tokens that it is made of."""
 
@@ -55,7 +71,7 @@ class ScoredText:
     def push(self, token: int, logprobs: Logprobs) -> tuple[str, list[ScoredToken]]:
         """What is certain now, up to the end of a token; all that is left when the text has stopped."""
         piece = self._text.decode(token)
-        self._tokens.append(self._scored(token, piece, logprobs))
+        self._tokens.append(self.scored(token, piece, logprobs))
         self._certain += self._text.release(piece)
         return self._take()
 
@@ -79,7 +95,8 @@ class ScoredText:
             self._certain = self._certain[len(token.text) :]
         return "".join(token.text for token in taken), taken
 
-    def _scored(self, token: int, piece: str, logprobs: Logprobs) -> ScoredToken:
+    def scored(self, token: int, piece: str, logprobs: Logprobs) -> ScoredToken:
+        """A token that adds `piece` to the text."""
         data = self._text.token_bytes(token)
         top = tuple(
             ScoredToken(piece, data, logprob) if other == token else self._other(other, logprob)

@@ -105,6 +105,10 @@ class Sampled(msgspec.Struct, kw_only=True, frozen=True):
         """How many of the most likely tokens to report with each drawn one; None: no log-probabilities at all."""
         raise NotImplementedError
 
+    def scores_prompt(self) -> bool:
+        """Whether the log-probabilities of the prompt are wanted, too."""
+        return False
+
     def check(self) -> None:
         """Raises `ApiError` 400 for parameters that do not go together."""
         if self.stream_options is not None and not self.stream:
@@ -121,15 +125,8 @@ class CompletionRequest(Sampled, kw_only=True, frozen=True):
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
-    def check(self) -> None:
-        super().check()
-        if self.echo and self.logprobs is not None:
-            raise invalid(
-                "logprobs together with echo asks for log-probabilities of the prompt, which this server does not "
-                "compute; leave one of the two out",
-                "logprobs",
-                "unsupported_parameter",
-            )
+    def scores_prompt(self) -> bool:
+        return bool(self.echo) and self.logprobs is not None
 
     def num_choices(self) -> int:
         several = isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)

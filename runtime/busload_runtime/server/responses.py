@@ -41,8 +41,9 @@ class Usage(msgspec.Struct):
 
 class CompletionLogprobs(msgspec.Struct):
     tokens: list[str]
-    token_logprobs: list[_Logprob]
-    top_logprobs: list[dict[str, _Logprob]]
+    token_logprobs: list[_Logprob | None]
+    """Null of the first token of a prompt (`echo`), which nothing predicts."""
+    top_logprobs: list[dict[str, _Logprob] | None]
     text_offset: list[_Count]
 
 

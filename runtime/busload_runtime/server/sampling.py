@@ -35,7 +35,7 @@ def submits_of(
         for token in ids or ():
             if token >= ready.vocab_size:
                 raise invalid(f"token id {token} is outside 0 to {ready.vocab_size - 1}", param)
-    _check_logprobs(body, len(prompts), limits)
+    _check_logprobs(body, prompts, limits)
     stop_token_ids = set(body.stop_token_ids or ()) | (set() if body.ignore_eos else eos_ids)
     submits = []
     now = time.monotonic()
@@ -65,6 +65,7 @@ def submits_of(
                 repetition_penalty=body.repetition_penalty or 1.0,
                 logit_bias=body.logit_bias or {},
                 logprobs=body.num_logprobs(),
+                score_prompt=body.scores_prompt(),
                 grammar=grammar,
                 seed=secrets.randbits(63) if body.seed is None else (body.seed + choice) & _SEED_MASK,
                 tenant=tenant.name,
@@ -76,21 +77,22 @@ def submits_of(
     return submits
 
 
-def _check_logprobs(body: Sampled, num_prompts: int, limits: Limits) -> None:
+def _check_logprobs(body: Sampled, prompts: list[list[int]], limits: Limits) -> None:
     """Raises `ApiError` 400 for several choices whose log-probabilities together would fill the memory.
 
     One choice is never refused: it has the sequence limit's size at most.
     """
-    top, choices = body.num_logprobs(), num_prompts * (body.n or 1)
+    top, choices = body.num_logprobs(), len(prompts) * (body.n or 1)
     if top is None or choices == 1:
         return
     tokens = choices * min(body.token_limit() or limits.max_sequence_length, limits.max_sequence_length)
-    if tokens * (top + 1) > _MAX_LOGPROBS:
-        most = _MAX_LOGPROBS // (choices * (top + 1))
+    scored = (body.n or 1) * sum(map(len, prompts)) if body.scores_prompt() else 0
+    if (tokens + scored) * (top + 1) > _MAX_LOGPROBS:
+        most = max(1, (_MAX_LOGPROBS // (top + 1) - scored) // choices)
         raise invalid(
-            f"{choices} choices of up to {tokens // choices} tokens with {top + 1} log-probabilities each are more "
-            f"than the {_MAX_LOGPROBS} that one request may ask for; set max_tokens to {most} or less, or ask for "
-            "fewer choices or log-probabilities",
+            f"{choices} choices of up to {(tokens + scored) // choices} tokens with {top + 1} log-probabilities each "
+            f"are more than the {_MAX_LOGPROBS} that one request may ask for; set max_tokens to {most} or less, or ask "
+            "for fewer choices or log-probabilities",
             "logprobs",
         )
 

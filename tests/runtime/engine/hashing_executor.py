@@ -5,9 +5,10 @@ a hash of everything the block table leads to. A stale block, a wrong table, a b
 before it was written gives another token or a `KeyError`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
-from busload_runtime.engine.plan import Chunk, Logprobs, Plan, Sampled, SamplingParams
+from busload_runtime.engine.plan import NO_TOKEN, Chunk, Logprobs, Plan, Sampled, SamplingParams, Scoring
 from busload_runtime.executors.contract import DeviceMemory
 
 VOCABULARY = 50_000
@@ -22,6 +23,19 @@ def logprobs_of(token: int, num_top: int | None) -> Logprobs | None:
     if num_top is None:
         return None
     return Logprobs(-token / 7, tuple((token + place, -token / 7 - place) for place in range(num_top)))
+
+
+def score_of(content: int, target: int) -> Logprobs:
+    """Made up, but of all tokens up to the one before the target, and of that."""
+    return Logprobs(-_mix(content, target), ())
+
+
+def expected_scores(prompt: Sequence[int]) -> list[Logprobs]:
+    content, scores = 0, []
+    for position, (token, target) in enumerate(pairwise(prompt)):
+        content = _mix(token, position, content)
+        scores.append(score_of(content, target))
+    return scores
 
 
 class HashingExecutor:
@@ -64,7 +78,16 @@ class HashingExecutor:
                 content = [self._written[self._place(chunk, position)] for position in range(chunk.length_after)]
                 token = draw(content, chunk.sampling.seed, chunk.sample_index)
                 sampled.append(Sampled(chunk.request_id, token, logprobs_of(token, chunk.sampling.logprobs)))
+            if chunk.scoring is not None:
+                if chunk.sampling is None:
+                    sampled.append(Sampled(chunk.request_id, NO_TOKEN))
+                sampled[-1].prompt = tuple(self._scored(chunk, chunk.scoring))
         return sampled
+
+    def _scored(self, chunk: Chunk, scoring: Scoring) -> Iterator[Logprobs]:
+        for row, target in enumerate(scoring.targets, scoring.first):
+            assert row < len(chunk.tokens) - (chunk.sampling is not None)
+            yield score_of(self._written[self._place(chunk, chunk.start + row)], target)
 
     def _check(self, plan: Plan) -> None:
         """The promises of a plan."""

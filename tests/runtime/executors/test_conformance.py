@@ -19,13 +19,23 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from warped import probabilities
 
 from busload_kernels.cpu import library
-from busload_runtime.engine.plan import Chunk, Plan, Sampled, SamplingParams, Shaping, mask_bytes
+from busload_runtime.engine.plan import (
+    NO_TOKEN,
+    Chunk,
+    Logprobs,
+    Plan,
+    Sampled,
+    SamplingParams,
+    Scoring,
+    Shaping,
+    mask_bytes,
+)
 from busload_runtime.executors.contract import Executor
 from busload_runtime.executors.cpu import CpuExecutor
 from busload_runtime.executors.cuda import CudaExecutor, CudaOptions
 from busload_runtime.executors.errors import ExecutorError
 from busload_runtime.executors.reference import ReferenceExecutor
-from busload_runtime.executors.sampling import sample
+from busload_runtime.executors.sampling import logprobs_of, sample
 from busload_runtime.executors.torch_model.loading import GgufCheckpoint
 from busload_runtime.model.load import load_weights
 
@@ -241,6 +251,34 @@ def draw(executor: AnyExecutor, tokens: Sequence[int], params: SamplingParams, i
     (sampled,) = executor.run(Plan((chunk,)))
     assert sampled.request_id == 4
     return sampled.token
+
+
+@pytest.mark.parametrize("pieces", [(20,), (7, 1, 12), (1,) * 20])
+def test_a_prompt_is_scored_by_the_logits_of_its_rows(executor: AnyExecutor, pieces: tuple[int, ...]) -> None:
+    """In one piece or several, beside a request that draws; the last row draws, and scores nothing."""
+    tokens, other = random_tokens(20, 7), random_tokens(5, 8)
+    oracle = executor.logits([Chunk(1, tokens, 0, blocks_for(executor, 20), None)], range(20))
+    found, start = list[Logprobs](), 0
+    for size in pieces:
+        end = start + size
+        targets = tokens[start + 1 : end + 1]
+        chunk = Chunk(1, tokens[start:end], start, blocks_for(executor, end), GREEDY if end == 20 else None)
+        chunk.scoring = Scoring(0, targets, 3) if targets else None
+        beside = Chunk(2, other, 0, blocks_for(executor, 5, 40), GREEDY)
+        answers = executor.run(Plan((chunk, beside)))
+        scored = [answer for answer in answers if answer.request_id == 1]
+        assert [answer.token == NO_TOKEN for answer in scored] == ([end < 20] if scored else [])
+        assert [answer.request_id for answer in answers if answer.token != NO_TOKEN][-1] == 2
+        found += [values for answer in scored for values in answer.prompt]
+        start = end
+    assert len(found) == 19
+    size_of = np.abs(oracle).max()
+    for row, values in enumerate(found):
+        expected = logprobs_of(oracle[row], tokens[row + 1], 3)
+        assert values.drawn == pytest.approx(expected.drawn, abs=0.05 * float(size_of))
+        assert [value for _, value in values.top] == pytest.approx(
+            [value for _, value in expected.top], abs=0.05 * float(size_of)
+        )
 
 
 def test_greedy_takes_the_first_of_equals(tmp_path: Path, name: str) -> None:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from busload_runtime.engine.plan import Chunk, Sampled, SamplingParams, Shaping
 from busload_runtime.executors.errors import ExecutorError
-from busload_runtime.executors.sampling import history_of, logprobs_of
+from busload_runtime.executors.sampling import history_of, logprobs_of, not_a_number
 from busload_runtime.executors.torch_model.ops import Draws, Ops, Tensor
 from busload_runtime.executors.torch_model.step import Arrays
 
@@ -92,10 +92,7 @@ def sampled(drawing: Sequence[Chunk], tokens: Sequence[int], logits: Tensor) -> 
     answers = []
     for row, (chunk, token) in enumerate(zip(drawing, tokens, strict=True)):
         if token == NOT_FINITE:
-            raise ExecutorError(
-                f"request {chunk.request_id}: the model's output is not a number at position {chunk.length_after}; "
-                "its weights are corrupt, download the model again"
-            )
+            raise ExecutorError(not_a_number(chunk))
         wanted = params_of(chunk).logprobs
         logprobs = None if wanted is None else logprobs_of(logits[row].cpu().numpy(), token, wanted)
         answers.append(Sampled(chunk.request_id, token, logprobs))
