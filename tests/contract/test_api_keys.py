@@ -61,9 +61,9 @@ def complete(server: LiveServer, key: str, prompt: str = "Hello") -> httpx.Respo
 
 
 def test_without_a_key_only_health_and_metrics_answer(guarded: LiveServer) -> None:
-    for path in ("/health/startup", "/health/ready", "/health/live", "/metrics"):
+    for path in ("/health", "/health/startup", "/health/ready", "/health/live", "/metrics"):
         assert status(guarded, None, path) == 200
-    for path in ("/v1/models", "/v1/nothing", "/", "/tokenize", "/openapi.json", "/metrics/", "/health"):
+    for path in ("/v1/models", "/v1/nothing", "/", "/tokenize", "/openapi.json", "/metrics/", "/healthy"):
         assert status(guarded, None, path) == 401, path
     refused = guarded.complete(prompt="x" * 3_000_000)
     assert refused.status_code == 401

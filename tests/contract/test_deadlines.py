@@ -68,7 +68,7 @@ def test_who_waits_too_long_in_the_queue_gets_408_before_any_200(hasty: LiveServ
 
 
 def test_the_official_client_tries_again_and_then_gets_its_answer(hasty: LiveServer) -> None:
-    with openai.OpenAI(base_url=f"{hasty.url}/v1", api_key="unused", max_retries=1) as client:
+    with openai.OpenAI(base_url=f"{hasty.url}/v1", api_key="unused", max_retries=5) as client:
         request: dict[str, Any] = {"model": BUNDLED, "prompt": "Hi", "max_tokens": 1}
         before = len(hasty.lines())
         with ThreadPoolExecutor(1) as pool:
