@@ -82,6 +82,6 @@ def test_a_collector_that_is_not_there_stops_nothing(tmp_path: Path, tiny: Path)
     flags = ("--otlp-endpoint=http://127.0.0.1:9/v1/traces", "--log-format=text", "--max-sequence-length=512")
     with running(tmp_path, f"--model={tiny}", *flags) as server:
         assert server.complete(prompt="Hello", max_tokens=2, ignore_eos=True).status_code == 200
-        eventually(lambda: "POST  /v1/completions  200  length  prompt 5  cached 0  output 2" in server.log)
+        eventually(lambda: "POST  /v1/completions  200  length  prompt 4  cached 0  output 2" in server.log)
         server.process.terminate()
         assert server.wait() == 0
