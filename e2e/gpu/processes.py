@@ -46,9 +46,14 @@ def run_section(section: Section, output: Path, bandwidth: float, deadline: floa
     return {
         "state": f"cut off after {len(ends)} of {total}" if cut else "done",
         "seconds": time.monotonic() - began,
-        "rows": [row for line in sorted(ends, key=lambda line: line["ends"]) for row in line.get("rows", [])],
+        "rows": [row for line in sorted(lines, key=_unit) for row in line.get("rows", [])],
         "failures": [{"unit": line["unit"], "error": line["error"]} for line in ends if "error" in line],
     }
+
+
+def _unit(line: dict[str, Any]) -> int:
+    """The number of the unit that a line is about."""
+    return int(next(line[name] for name in ("begins", "part_of", "ends") if name in line))
 
 
 def _start(name: str, first: int, of: int, output: Path, bandwidth: float) -> subprocess.Popen[bytes]:

@@ -39,7 +39,7 @@ def targets(found: dict[str, Any]) -> list[str]:
     """A line for each target: how many rows reach it, and the worst and the best."""
     lines = []
     for target in TARGETS:
-        rows = [row for row in found.get(target.section, {}).get("rows", []) if target.column in row]
+        rows = [row for row in found.get(target.section, {}).get("rows", []) if row.get(target.column) is not None]
         values = sorted(float(row[target.column]) for row in rows if target.is_about(row))
         head = f"  {target.what:<44} at least {target.least:.0%}"
         if not values:

@@ -39,13 +39,14 @@ def run(section: Section, share: Share, lines: Path, bandwidth: float, tables: P
             tell(begins=index, unit=unit.name)
             began = time.monotonic()
             try:
-                rows = unit.run(context)
+                for row in unit.run(context):
+                    tell(part_of=index, unit=unit.name, rows=[row])
             except Exception as error:  # one unit's problem; a device that is gone shows itself in the next
                 tell(ends=index, unit=unit.name, error=f"{type(error).__name__}: {error}"[:500])
                 if not _device_lives():
                     sys.exit(GPU_IS_GONE)
             else:
-                tell(ends=index, unit=unit.name, rows=rows, seconds=round(time.monotonic() - began, 2))
+                tell(ends=index, unit=unit.name, seconds=round(time.monotonic() - began, 2))
 
 
 def _device_lives() -> bool:

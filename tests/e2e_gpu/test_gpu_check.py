@@ -63,7 +63,10 @@ with open(file, "a", buffering=1) as out:
             sys.exit(3)
         if unit == 7:
             time.sleep(600)
-        out.write(json.dumps({"ends": unit, "unit": f"u{unit}", "rows": [{"unit": unit}]}) + "\\n")
+        out.write(json.dumps({"part_of": unit, "unit": f"u{unit}", "rows": [{"unit": unit}]}) + "\\n")
+        if unit == 5:
+            os.abort()
+        out.write(json.dumps({"ends": unit, "unit": f"u{unit}"}) + "\\n")
 """
 
 
@@ -85,7 +88,8 @@ def test_a_unit_that_ends_its_process_does_not_end_the_others(
     found = run(monkeypatch, tmp_path, 7, shards, 60)
     assert [row["unit"] for row in found["rows"]] == [0, 2, 3, 5, 6]
     errors = {failure["unit"]: failure["error"] for failure in found["failures"]}
-    assert errors == {"u1": "the process ended with -6; see fake.log", "u4": "CUDA: gone"}
+    died = "the process ended with -6; see fake.log"
+    assert errors == {"u1": died, "u4": "CUDA: gone", "u5": died}
     assert found["state"] == "done"
 
 
