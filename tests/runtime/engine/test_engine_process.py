@@ -140,9 +140,9 @@ def apply(generation: int, **changes: int) -> ApplyLimits:
 
 
 def test_serves_requests_and_reports_them(start: Start) -> None:
-    peer = start("none", "--memory", str(1 << 30))
+    peer = start("none", "--memory", str(1 << 32))
     ready = peer.ready()
-    assert (ready.block_size, ready.context_length, ready.memory_budget_bytes) == (16, 4096, 1 << 30)
+    assert (ready.block_size, ready.context_length, ready.memory_budget_bytes) == (16, 4096, 1 << 32)
     for request in range(6):
         peer.send(Submit(request, [request, 2, 3], 20, seed=request, submitted_at=time.monotonic()))
     outputs = peer.tokens(*range(6))
@@ -187,7 +187,7 @@ def test_abort_frees_at_once(start: Start) -> None:
 
 
 def test_limits_change_while_requests_run(start: Start) -> None:
-    peer = start("slow", "--memory", str(1 << 30))
+    peer = start("slow", "--memory", str(1 << 32))
     peer.ready()
     before = peer.wait_stats(lambda stats: True).kv_blocks
     for request in range(8):

@@ -60,8 +60,11 @@ def test_chat_stream_equals_the_whole_and_ends_with_usage(client: openai.OpenAI)
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 12
 
 
-def test_ignore_eos_and_min_tokens_go_past_the_natural_end(client: openai.OpenAI) -> None:
+def test_ignore_eos_and_min_tokens_go_past_the_natural_end(client: openai.OpenAI, smol: LiveServer) -> None:
+    # "... is Paris" goes on with "." or "," almost alike, and rounding decides: without commas it ends there.
+    (comma,) = smol.http.post("/tokenize", json={"prompt": ",", "add_special_tokens": False}).json()["tokens"]
     request: dict[str, Any] = {
+        "logit_bias": {str(comma): -100},
         "model": "smollm2-135m-instruct",
         "messages": [{"role": "user", "content": QUESTION}],
         "temperature": 0,
