@@ -215,7 +215,7 @@ def _prepared(s: Situation, knob: Knob, before: int, after: int, text: str, limi
         prediction = Prediction(s.seen.tokens_per_second, 0.0, s.seen.itl, "the load as it is, which nothing waits for")
         message = f"{knob} {before} -> {after}: {text}."
     else:
-        prediction = predict(s, s.seen.batch * after / before)
+        prediction = predict(s, min(s.seen.batch * after / before, float(limits.batch_size)))
         message = f"{knob} {before} -> {after}: {text}; expected {expected(prediction)}."
     return Candidate(knob, before, after, Reason.NEARLY_FULL, message, prediction, limits, s.inputs.replicas)
 
