@@ -97,8 +97,8 @@ class _Done(Exception):
 class _ScriptedLink(Link):
     """A real link whose first messages are given; ends the loop once there is no work."""
 
-    def __init__(self, path: Path, engine: Engine, script: list[ToEngine]) -> None:
-        super().__init__(path)
+    def __init__(self, connection: socket.socket, engine: Engine, script: list[ToEngine]) -> None:
+        super().__init__(connection)
         self._script, self._engine = script, engine
 
     def receive(self, seconds: float) -> list[ToEngine]:
@@ -112,27 +112,24 @@ class _ScriptedLink(Link):
 
 def loop_seconds(batch: int, steps: int) -> float:
     """CPU seconds of one turn of the engine process's loop, receiving and sending included."""
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "engine.sock"
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(path))
-            listener.listen(1)
-            reader = multiprocessing.get_context("spawn").Process(target=_read_all, args=(listener,), daemon=True)
-            reader.start()
-        link = _ScriptedLink(path, *_engine(batch, steps))
-        begin = time.process_time()
-        try:
-            serve(link, link._engine)
-        except _Done:
-            used = time.process_time() - begin
-        link.close()
-        reader.join(10)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        reader = multiprocessing.get_context("spawn").Process(target=_read_all, args=(theirs,), daemon=True)
+        reader.start()
+    link = _ScriptedLink(ours, *_engine(batch, steps))
+    begin = time.process_time()
+    try:
+        serve(link, link._engine)
+    except _Done:
+        used = time.process_time() - begin
+    link.close()
+    reader.join(10)
     return used / steps
 
 
-def _read_all(listener: socket.socket) -> None:
+def _read_all(connection: socket.socket) -> None:
     """The other end of the socket, in a process of its own, until it is closed."""
-    with listener, listener.accept()[0] as connection:
+    with connection:
         while connection.recv(1 << 16):
             pass
 

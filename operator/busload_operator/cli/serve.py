@@ -206,8 +206,8 @@ def command(
     end_quietly_until_handled()
     from busload_runtime.contract import Limits, default_token_budget
     from busload_runtime.server.deadline import Timeouts
-    from busload_runtime.server.lifecycle import serve
     from busload_runtime.server.options import ServeOptions
+    from busload_runtime.server.start import serve
 
     options = ServeOptions(
         model=model,

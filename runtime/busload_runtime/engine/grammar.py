@@ -10,13 +10,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
 from busload_runtime.engine.messages import GRAMMAR_ERROR
 from busload_runtime.engine.plan import Plan
 from busload_runtime.engine.request import Output, Request
-from busload_runtime.grammar.matcher import GrammarError, Matcher
+from busload_runtime.grammar.errors import GrammarError
 
-Compile = Callable[[str], Matcher]
+if TYPE_CHECKING:
+    from busload_runtime.grammar.matcher import Matcher
+
+Compile = Callable[[str], "Matcher"]
 """A grammar's text to its state before the first token. Raises `GrammarError`; called in a thread."""
 
 KEPT = 16
@@ -123,7 +127,7 @@ class Grammars:
                 self.drop(request_id)
         return told, ended
 
-    def _begin(self, request: Request, matcher: Matcher) -> None:
+    def _begin(self, request: Request, matcher: "Matcher") -> None:
         state = matcher.fork()
         self._masks[request.request_id] = state.mask()
         self._states[request.request_id] = state
@@ -143,7 +147,7 @@ class Grammars:
             return Output(request_id, None, "error", error=wrong_grammar(str(error)), error_code=GRAMMAR_ERROR)
         return None
 
-    def _compile_beside(self, text: str) -> Matcher:
+    def _compile_beside(self, text: str) -> "Matcher":
         """Called by the compiling thread."""
         try:
             return self._compile(text)

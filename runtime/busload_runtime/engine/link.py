@@ -3,7 +3,6 @@
 import os
 import select
 import socket
-from pathlib import Path
 
 from busload_runtime.engine.messages import FromEngine, ToEngine
 from busload_runtime.engine.wire import RECEIVE_BYTES, FrameReader, FrameWriter
@@ -21,19 +20,16 @@ class LinkClosed(Exception):
 class Link:
     """Receives `ToEngine`, sends `FromEngine`. All methods raise `LinkClosed` once the HTTP process is gone."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         self._parent = os.getppid()
         self._reader: FrameReader[ToEngine] = FrameReader(ToEngine)
         self._writer = FrameWriter()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._socket.connect(str(path))
-        except OSError as error:
-            self._socket.close()
-            raise LinkClosed(f"no HTTP process listens on {path}: {error.strerror or error}") from None
+        self._socket = connection
         self._socket.settimeout(_SEND_SECONDS)
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
+        if any(events & select.POLLHUP for _, events in self._poll.poll(0)):
+            raise LinkClosed("the HTTP process is gone")
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll.register(self._woken, select.POLLIN)
 

@@ -17,7 +17,7 @@ from busload_runtime.engine.request import Output, Request
 from busload_runtime.engine.scheduler import RequestRefused, Scheduler
 from busload_runtime.engine.statistics import Statistics
 from busload_runtime.executors.contract import Executor
-from busload_runtime.grammar.matcher import GrammarError
+from busload_runtime.grammar.errors import GrammarError
 
 SPARE = 8 << 20
 """Bytes that a step of `Engine.probe`, or one that scores prompts, may need beyond the steps that the limits allow: a

@@ -1,7 +1,6 @@
 """Messages between the HTTP process and the engine process; `wire.py` says how they travel.
 
-The HTTP process listens on a Unix socket before it starts the engine; the engine connects, and ends when the HTTP
-process closes the socket or dies.
+Each has one end of a socket pair. The engine ends when the HTTP process closes its own or dies.
 """
 
 import msgspec
@@ -72,7 +71,11 @@ class ApplyLimits(msgspec.Struct, tag=True, frozen=True):
     step_law: tuple[float, float, float, float] | None = None
 
 
-ToEngine = Submit | Abort | ApplyLimits
+class TextLoaded(msgspec.Struct, tag=True, frozen=True):
+    """Sent once, before all else: the HTTP process has what it needs, its memory can be measured. No reply."""
+
+
+ToEngine = Submit | Abort | ApplyLimits | TextLoaded
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):

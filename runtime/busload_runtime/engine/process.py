@@ -8,23 +8,25 @@ work. Before 1 and 2 it sends `Failed` with one line.
 
 import argparse
 import contextlib
+import ctypes
 import gc
 import json
 import signal
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
-from functools import partial
-from pathlib import Path
+from functools import cache, partial
+from typing import TYPE_CHECKING
 
 from busload_runtime.contract import Limits, LimitsError, Pace, StepLaw, parse_limits, parse_pace
-from busload_runtime.engine.grammar import Grammars
+from busload_runtime.engine.grammar import Compile, Grammars
 from busload_runtime.engine.link import Link, LinkClosed
 from busload_runtime.engine.loop import Engine
 from busload_runtime.engine.memory import (
+    GRAMMAR_BYTES_PER_TOKEN,
     LimitsImpossible,
     MemoryPlan,
     device_budget,
@@ -42,24 +44,29 @@ from busload_runtime.engine.messages import (
     LimitsRefused,
     Ready,
     Submit,
+    TextLoaded,
     ToEngine,
     Tokens,
 )
 from busload_runtime.executors.contract import Executor
 from busload_runtime.executors.create import create_executor
 from busload_runtime.executors.errors import ExecutorError
-from busload_runtime.grammar.matcher import Vocabulary
 from busload_runtime.model.errors import ModelError
 from busload_runtime.model.load import load_token_bytes
 
+if TYPE_CHECKING:
+    from busload_runtime.grammar.matcher import Vocabulary
+
 BUSY_STATS_SECONDS = 0.1
 IDLE_STATS_SECONDS = 1.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_PR_SET_PDEATHSIG = 1  # prctl(2)
 
 LoadExecutor = Callable[[str, str], Executor]
 """(executor name, model source) -> executor. Raises `ModelError` or `ExecutorError`."""
 
 
-LoadVocabulary = Callable[[str], Vocabulary]
+LoadVocabulary = Callable[[str], "Vocabulary"]
 """Model source -> what grammars need to know of its tokens. Raises `ModelError`."""
 
 
@@ -71,19 +78,30 @@ def main(
     options = _parse(arguments)
     if load is None:
         load, load_vocabulary = partial(_load, options), _load_vocabulary
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    _end_with_parent()
+    for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)  # blocked by the HTTP process until they can be ignored here
     try:
-        link = Link(options.socket)
-    except LinkClosed as closed:
-        print(f"engine: {closed}", file=sys.stderr)
+        link = Link(socket.socket(fileno=options.socket))
+    except OSError as error:
+        print(f"engine: --socket {options.socket}: {error.strerror or error}", file=sys.stderr)
         return 2
+    except LinkClosed:
+        return 0
     try:
         return _run(link, options, load, load_vocabulary)
     except LinkClosed:
         return 0
     finally:
         link.close()
+
+
+def _end_with_parent() -> None:
+    """Has this process killed when the HTTP process dies: nobody reads what it loads. Linux only; elsewhere it notices
+    between two steps."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _load(options: argparse.Namespace, name: str, source: str) -> Executor:
@@ -99,8 +117,12 @@ def _load(options: argparse.Namespace, name: str, source: str) -> Executor:
     )
 
 
-def _load_vocabulary(source: str) -> Vocabulary:
-    return Vocabulary(*load_token_bytes(source))
+def _load_vocabulary(source: str) -> "Vocabulary":
+    from busload_runtime.grammar.matcher import Vocabulary  # here: most servers never see a grammar
+
+    vocabulary = Vocabulary(*load_token_bytes(source))
+    return_freed_memory()
+    return vocabulary
 
 
 def _run(link: Link, options: argparse.Namespace, load: LoadExecutor, load_vocabulary: LoadVocabulary | None) -> int:
@@ -115,6 +137,7 @@ def _run(link: Link, options: argparse.Namespace, load: LoadExecutor, load_vocab
             load_vocabulary,
             link.wake,
             options.plan_by_own_law,
+            partial(_until_text_is_loaded, link),
         )
     except (ModelError, ExecutorError, LimitsImpossible) as error:
         link.send(Failed(_one_line(error)))
@@ -149,19 +172,21 @@ def start(
     load_vocabulary: LoadVocabulary | None = None,
     wake: Callable[[], None] = lambda: None,
     plans_by_own_law: bool = False,
+    until_measurable: Callable[[], None] = lambda: None,
 ) -> tuple[Engine, Ready]:
-    """Loads, plans the memory, warms up. Without `load_vocabulary` it refuses constrained requests.
+    """Loads, plans the memory, warms up. Without `load_vocabulary` it refuses constrained requests. `until_measurable`
+    returns when the HTTP process has the memory that it needs.
 
     Raises `ModelError`, `ExecutorError` or `LimitsImpossible`."""
     started = time.monotonic()
     before_load = private_bytes()
-    with ThreadPoolExecutor(1) as beside:  # its file and tables are read while the weights are
-        loading = None if load_vocabulary is None else beside.submit(load_vocabulary, source)
-        executor = load(executor_name, source)
-        grammars = None if loading is None else Grammars(loading.result().compile, wake)
+    executor = load(executor_name, source)
+    grammars = None if load_vocabulary is None else Grammars(_compiler(load_vocabulary, source), wake)
     return_freed_memory()
+    until_measurable()
     if (device := executor.device_memory) is None:
-        budget, overhead = find_budget(memory), measure_overhead(before_load, executor.weight_bytes)
+        tables = 0 if grammars is None else executor.vocab_size * GRAMMAR_BYTES_PER_TOKEN
+        budget, overhead = find_budget(memory), measure_overhead(before_load, executor.weight_bytes) + tables
     else:
         budget, overhead = device_budget(memory, device.name, device.num_bytes), device.taken
     plan = MemoryPlan(
@@ -195,6 +220,16 @@ def start(
     )
 
 
+def _compiler(load_vocabulary: LoadVocabulary, source: str) -> Compile:
+    """Compiles grammars over the vocabulary, which is read for the first of them: in one thread, beside the steps."""
+
+    @cache
+    def vocabulary() -> "Vocabulary":
+        return load_vocabulary(source)
+
+    return lambda text: vocabulary().compile(text)
+
+
 def serve(link: Link, engine: Engine) -> None:
     """Messages, then one step, for ever. Ends by `LinkClosed`; sleeps in the socket while there is no work."""
     last_stats = -IDLE_STATS_SECONDS
@@ -217,6 +252,12 @@ def serve(link: Link, engine: Engine) -> None:
             link.send(engine.stats())
             last_stats = time.monotonic()
             changed = False
+
+
+def _until_text_is_loaded(link: Link) -> None:
+    """Nothing but `TextLoaded` comes before `Ready` was said."""
+    while TextLoaded() not in link.receive(IDLE_STATS_SECONDS):
+        pass
 
 
 def _handle(link: Link, engine: Engine, message: ToEngine) -> None:
@@ -269,9 +310,11 @@ def _one_line(error: BaseException) -> str:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m busload_runtime.engine.process",
-        description="Engine process of `busload serve`; connects to the Unix socket on which the HTTP process listens.",
+        description="Engine process of `busload serve`, which starts it.",
     )
-    parser.add_argument("--socket", type=Path, required=True, help="Unix socket of the HTTP process")
+    parser.add_argument(
+        "--socket", type=int, required=True, metavar="FD", help="descriptor of a stream socket to the HTTP process"
+    )
     parser.add_argument("--model", required=True, help="bundled:NAME, FILE.gguf or a Hugging Face folder")
     parser.add_argument("--executor", default="reference", help="who computes the steps (default: %(default)s)")
     parser.add_argument("--kv-precision", help="of the KV cache (default: the executor's)")

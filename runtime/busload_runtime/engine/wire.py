@@ -10,8 +10,6 @@ import msgspec
 
 Message = TypeVar("Message")
 
-MAX_PATH_BYTES = 107
-"""Longest name of a Unix socket (`sun_path` less its end)."""
 RECEIVE_BYTES = 1 << 18
 """Ample for all that comes between two steps; more takes another call."""
 

@@ -12,9 +12,10 @@ import sys
 from pathlib import Path
 from typing import BinaryIO
 
+from busload_runtime.grammar.errors import GrammarError
 from busload_runtime.grammar.frames import frame, length_of
 from busload_runtime.grammar.limits import CPU_SECONDS, EXTRA_BYTES
-from busload_runtime.grammar.matcher import GrammarError, Vocabulary
+from busload_runtime.grammar.matcher import Vocabulary
 
 _WALK = 32
 

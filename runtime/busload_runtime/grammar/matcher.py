@@ -5,6 +5,8 @@ from collections.abc import Collection, Sequence
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
+from busload_runtime.grammar.errors import GrammarError
+
 LIMITS = LLParserLimits(
     initial_lexer_fuel=300_000,  # work before the first token
     step_lexer_fuel=100_000,  # work of one token: some 10 ms with a vocabulary of 262,144
@@ -18,10 +20,6 @@ _MAX_ERROR = 300
 # Tokens that are sure to be allowed inside a text are found together: these patterns are two of the library's four for
 # JSON. All four take 100 MB for 262,144 tokens, these 65 MB; without any, a token of a text takes 9 ms instead of 1.
 _SLICES = [r'[^"\\\x00-\x1F\x7F]{1,10}', r'[^"\\\x00-\x1F\x7F]+']
-
-
-class GrammarError(ValueError):
-    """A grammar that cannot be compiled or followed any further: one line, for the client."""
 
 
 class Vocabulary:

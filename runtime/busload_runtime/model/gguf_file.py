@@ -25,6 +25,7 @@ _VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4
+_F32 = 0
 
 # Tensor types that are read: ggml type id -> (name, elements per block, bytes per block).
 TENSOR_TYPES = {
@@ -75,17 +76,18 @@ class GgufFile:
         Raises `ModelError` if it is missing, not of `shape`, or holds what is not a finite number: one bad row of the
         embedding would let the model start and then end the engine with the first request that has this token.
         """
-        # Imported here: the HTTP process reads only metadata and should not pay for numpy and gguf.
-        import numpy as np
-        from gguf.constants import GGMLQuantizationType
-        from gguf.quants import dequantize
+        import numpy as np  # here: the HTTP process reads only metadata
 
         self.check_shapes({name: shape})
         info = self.tensors[name]
         raw = np.frombuffer(self.data, np.uint8, info.num_bytes, info.offset)
-        if info.type_id == GGMLQuantizationType.F32:
+        if info.type_id == _F32:
             values = raw.view(np.float32).reshape(shape).copy()
         else:
+            # Here: what is norms and biases, all that the CPU engine reads in fp32, mostly is fp32 in the file.
+            from gguf.constants import GGMLQuantizationType
+            from gguf.quants import dequantize
+
             with np.errstate(all="ignore"):  # a corrupt scale may be inf or nan
                 rows = dequantize(raw.reshape(math.prod(shape[:-1]), -1), GGMLQuantizationType(info.type_id))
             values = np.ascontiguousarray(rows, np.float32).reshape(shape)

@@ -11,8 +11,10 @@ import hashlib
 import hmac
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
-from busload_runtime.server.errors import ApiError
+from busload_runtime.server.errors import ApiError, StartupError
+from busload_runtime.server.small_file import read_small_file
 from busload_runtime.server.tenants import Tenant
 
 MAX_BYTES = 2**18
@@ -51,6 +53,19 @@ class ApiKeys:
         if found is None:
             raise _unauthorized("this API key is not valid here; check it, or ask for a new one")
         return found
+
+
+def first_keys(path: Path) -> ApiKeys:
+    """The keys to start with. Raises `StartupError`: there is no last good file, and to serve everybody or nobody
+    would hide the mistake."""
+    try:
+        return parse_keys(read_small_file(path, MAX_BYTES))
+    except OSError as error:
+        raise StartupError(
+            f"--api-keys-file {path} cannot be read: {error.strerror}; mount it or drop the flag"
+        ) from None
+    except KeysError as error:
+        raise StartupError(f"--api-keys-file {path}: {error}") from None
 
 
 def parse_keys(content: bytes) -> ApiKeys:

@@ -3,26 +3,12 @@
 import asyncio
 from pathlib import Path
 
-from busload_runtime.server.api_keys import MAX_BYTES, ApiKeys, KeysError, parse_keys
-from busload_runtime.server.errors import StartupError
+from busload_runtime.server.api_keys import MAX_BYTES, KeysError, parse_keys
 from busload_runtime.server.log import write_line
 from busload_runtime.server.service import Service
 from busload_runtime.server.small_file import read_small_file
 
 _POLL_SECONDS = 1.0
-
-
-def first_keys(path: Path) -> ApiKeys:
-    """The keys to start with. Raises `StartupError`: there is no last good file, and to serve everybody or nobody
-    would hide the mistake."""
-    try:
-        return parse_keys(read_small_file(path, MAX_BYTES))
-    except OSError as error:
-        raise StartupError(
-            f"--api-keys-file {path} cannot be read: {error.strerror}; mount it or drop the flag"
-        ) from None
-    except KeysError as error:
-        raise StartupError(f"--api-keys-file {path}: {error}") from None
 
 
 class ApiKeysWatch:

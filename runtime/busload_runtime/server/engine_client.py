@@ -20,6 +20,7 @@ from busload_runtime.engine.messages import (
     Ready,
     Stats,
     Submit,
+    TextLoaded,
     ToEngine,
     TokenOut,
     Tokens,
@@ -38,14 +39,12 @@ Deliver = Callable[[TokenOut], None]
 class EngineClient:
     """Sends requests, hands each its tokens, keeps the newest `Stats`, and notices an engine that died or fell silent.
 
-    All methods belong to the event loop's thread. Listens on a Unix socket at `socket_path`, for one engine.
+    All methods belong to the event loop's thread. `connection` is this process's end of the socket pair.
     """
 
-    def __init__(self, socket_path: str, timeout: float, on_stats: Callable[[Stats], None]) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        self._socket.bind(socket_path)
-        self._socket.listen(1)
-        self._connected = False
+    def __init__(self, connection: socket.socket, timeout: float, on_stats: Callable[[Stats], None]) -> None:
+        self._socket = connection
+        self._socket.setblocking(False)
         self._timeout = timeout
         self._on_stats = on_stats
         self._writer = FrameWriter()
@@ -65,7 +64,7 @@ class EngineClient:
 
     def start(self) -> None:
         """Begins to send, receive and watch."""
-        self._loop.add_reader(self._socket, self._accept)
+        self._loop.add_reader(self._socket, self._receive)
         self._watching = self._loop.create_task(self._watch())
 
     async def close(self) -> None:
@@ -97,6 +96,10 @@ class EngineClient:
             raise ApiError(503, "the engine does not take requests at the moment; try again", retry_after=5)
         self._deliver[request.request_id] = deliver
         self._put(request)
+
+    def text_loaded(self) -> None:
+        """Tells the engine that this process holds all that it will before requests come."""
+        self._put(TextLoaded())
 
     def abort(self, request_id: int) -> None:
         """Ends a request; nothing more is delivered for it."""
@@ -140,22 +143,11 @@ class EngineClient:
             if not answer.done():
                 answer.set_exception(ConnectionError(error))
 
-    def _accept(self) -> None:
-        """The engine connects: from here on its connection is the socket."""
-        listener, (self._socket, _) = self._socket, self._socket.accept()
-        self._loop.remove_reader(listener)
-        listener.close()
-        self._socket.setblocking(False)
-        self._connected = True
-        self._loop.add_reader(self._socket, self._receive)
-        self._flush()
-
     def _disconnect(self) -> None:
         if self._socket.fileno() >= 0:
             self._loop.remove_reader(self._socket)
             self._loop.remove_writer(self._socket)
             self._socket.close()
-        self._connected = False
 
     def _put(self, message: ToEngine) -> None:
         waits = bool(self._unsent)
@@ -165,7 +157,7 @@ class EngineClient:
 
     def _flush(self) -> None:
         """Sends what the socket takes; the rest follows when it takes more."""
-        if not self._connected:
+        if self._socket.fileno() < 0:
             return
         try:
             while self._unsent:

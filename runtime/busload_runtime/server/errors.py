@@ -1,8 +1,9 @@
 """Errors as the OpenAI API words them: {"error": {"message", "type", "param", "code"}}."""
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from starlette.responses import JSONResponse
+if TYPE_CHECKING:
+    from starlette.responses import JSONResponse
 
 RefusalReason = Literal["invalid", "too_long", "queue_full", "tenant_limit", "unauthorized", "draining"]
 
@@ -52,7 +53,9 @@ class ApiError(Exception):
             headers["www-authenticate"] = "Bearer"
         return headers if self.retry else headers | {"x-should-retry": "false"}
 
-    def response(self) -> JSONResponse:
+    def response(self) -> "JSONResponse":
+        from starlette.responses import JSONResponse  # here: the start needs the errors, and must not wait for it
+
         return JSONResponse(self.body(), status_code=self.status, headers=self.headers())
 
 

@@ -1,83 +1,77 @@
-"""The life of `busload serve`: start the engine, serve, quiesce, drain, exit with a code that says why."""
+"""The life of `busload serve` from the start of its engine on: load, serve, quiesce, drain, and an exit code."""
 
 import asyncio
 import contextlib
 import gc
 import json
-import os
-import resource
-import shutil
 import signal
 import socket
-import sys
-import tempfile
 import time
 from collections.abc import Coroutine, Iterator
-from pathlib import Path
 from typing import Any
 
 import uvicorn
 import uvloop
 
 from busload_runtime.contract import LimitsDocument
-from busload_runtime.engine.wire import MAX_PATH_BYTES
 from busload_runtime.model.errors import ModelError
 from busload_runtime.model.load import load_text_model
 from busload_runtime.server.admission import Admission
 from busload_runtime.server.api_keys import ApiKeys
-from busload_runtime.server.api_keys_watch import ApiKeysWatch, first_keys
+from busload_runtime.server.api_keys_watch import ApiKeysWatch
 from busload_runtime.server.app import build_app
 from busload_runtime.server.connection import KEEP_ALIVE_SECONDS, HttpConnection
 from busload_runtime.server.engine_client import EngineClient
+from busload_runtime.server.engine_process import EngineProcess
 from busload_runtime.server.errors import StartupError
 from busload_runtime.server.limits_watch import LimitsWatch
-from busload_runtime.server.log import log_through_lines, write_line
+from busload_runtime.server.log import say, write_line
 from busload_runtime.server.metrics import Metrics
 from busload_runtime.server.options import ServeOptions
 from busload_runtime.server.service import Service
+from busload_runtime.server.start import BACKLOG, EXIT_USAGE
 from busload_runtime.server.tokenise import PromptEncoder
 from busload_runtime.server.tracing import start_tracing
 
-EXIT_OK, EXIT_ENGINE, EXIT_USAGE = 0, 1, 2
+EXIT_OK, EXIT_ENGINE = 0, 1
 _PROGRESS_SECONDS = 2.0
 # Open streams get this long to receive their error event, and idle connections to close, before the process ends.
 _GOODBYE_SECONDS = 3
 # After its last answer a client whose connection was kept has this long to send the next request, and a request that
 # has begun when the drain does has this long to be whole.
 _LINGER_SECONDS = 1.0
-_BACKLOG = 2048
 # As it comes, the collector runs over all parts of a body again and again while that is decoded, and nothing else runs:
 # a megabyte of empty lists took three times as long. Few cycles are made here, so it need not run often.
 _GC_THRESHOLDS = (50_000, 20, 100)
-_SOCKET = "engine.sock"
 
 
-def serve(options: ServeOptions) -> int:
-    """Runs until told to stop; the exit code. Prints one line on stderr for anything that keeps it from starting."""
-    try:
-        options.check()
-        document = options.first_document()
-        log_through_lines()
-        keys = None if options.api_keys_file is None else first_keys(options.api_keys_file)
-        listener = _listen(options.host, options.port)
-        _allow_many_connections()
-        with contextlib.closing(listener), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_Serve(options, document, keys, listener).run())
-    except StartupError as error:
-        say(str(error))
-        return EXIT_USAGE
+def run(
+    options: ServeOptions,
+    document: LimitsDocument,
+    keys: ApiKeys | None,
+    listener: socket.socket,
+    engine: EngineProcess,
+    started: float,
+) -> int:
+    """Serves on `listener` until told to stop; the exit code. `started`: when that began, for the log.
 
-
-def say(text: str) -> None:
-    """One line for the person or the log that watches the start."""
-    write_line(f"busload serve: {text}")
+    Raises `StartupError`.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_Serve(options, document, keys, listener, engine, started).run())
 
 
 class _Serve:
     """One run. The engine process is a child; it ends when this process closes the socket, or dies."""
 
     def __init__(
-        self, options: ServeOptions, document: LimitsDocument, keys: ApiKeys | None, listener: socket.socket
+        self,
+        options: ServeOptions,
+        document: LimitsDocument,
+        keys: ApiKeys | None,
+        listener: socket.socket,
+        engine: EngineProcess,
+        started: float,
     ) -> None:
         self._options = options
         self._keys = keys
@@ -86,28 +80,23 @@ class _Serve:
         self._listener = listener
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
-        self._engine: asyncio.subprocess.Process | None = None
-        self._started = time.monotonic()
+        self._engine = engine
+        self._started = started
         self._tasks: set[asyncio.Task[None]] = set()
         self._startup_done = False
 
     async def run(self) -> int:
-        directory = _private_directory()
         try:
-            return await self._run(str(directory / _SOCKET))
+            return await self._run()
         finally:
             for task in self._tasks:
                 task.cancel()
-            if self._engine is not None and self._engine.returncode is None:
-                self._engine.kill()
-                await self._engine.wait()
-            shutil.rmtree(directory, ignore_errors=True)
 
-    async def _run(self, socket_path: str) -> int:
+    async def _run(self) -> int:
         options = self._options
         metrics = Metrics(options.served_model_name)
         admission = Admission(self._limits)
-        client = EngineClient(socket_path, options.engine_timeout, lambda stats: service.on_stats(stats))
+        client = EngineClient(self._engine.socket, options.engine_timeout, lambda stats: service.on_stats(stats))
         service = Service(
             options.served_model_name,
             metrics,
@@ -128,8 +117,7 @@ class _Serve:
         server = _Server(uvicorn.Config(build_app(service), **_UVICORN))
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
         try:
-            await self._spawn_engine(socket_path)
-            metrics.engine_pid = self._engine.pid if self._engine else None
+            metrics.engine_pid = self._engine.pid
             self._spawn(self._watch_engine(client))
             if not await self._load(service):
                 return EXIT_OK if client.alive else await self._failed_start(client)
@@ -160,12 +148,14 @@ class _Serve:
         source, client = self._options.model, service.engine
         self._spawn(self._progress())
         text = asyncio.create_task(asyncio.to_thread(load_text_model, source))
+        text.add_done_callback(_seen)  # the engine may be the first to say what is wrong with the file
         try:
             await _first(self._stop.wait(), _settled(client.failed), _settled(text))
             if self._stop.is_set():
                 return False
             if text.done():
                 service.text = PromptEncoder(text.result())
+                client.text_loaded()
                 await _first(self._stop.wait(), _settled(client.failed), _settled(client.ready))
         except ModelError as error:
             raise StartupError(str(error)) from None
@@ -182,12 +172,12 @@ class _Serve:
 
     async def _failed_start(self, client: EngineClient) -> int:
         """Usage error or engine failure: the engine's own exit code tells."""
-        assert self._engine is not None
         self._startup_done = True
         say(client.failed.result())
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._engine.wait(), _GOODBYE_SECONDS)
-        return EXIT_USAGE if self._engine.returncode == EXIT_USAGE else EXIT_ENGINE
+            if await asyncio.wait_for(self._engine.wait(), _GOODBYE_SECONDS) == EXIT_USAGE:
+                return EXIT_USAGE
+        return EXIT_ENGINE
 
     async def _drain(self, service: Service) -> int:
         """Refuses new requests and waits for the running ones."""
@@ -241,29 +231,8 @@ class _Serve:
         loop.add_signal_handler(signal.SIGTERM, stop)
         loop.add_signal_handler(signal.SIGINT, interrupt)
 
-    async def _spawn_engine(self, socket_path: str) -> None:
-        options = self._options
-        command = [sys.executable, "-P", "-m", "busload_runtime.engine.process", "--socket", socket_path]
-        command += ["--model", options.model, "--executor", options.executor]
-        command += ["--limits", json.dumps(self._limits.to_json()), "--pace", json.dumps(self._document.pace.to_json())]
-        if options.limits_file is None:
-            command += ["--plan-by-own-law"]
-        for flag, value in (
-            ("--kv-precision", options.kv_precision),
-            ("--weight-precision", options.weight_precision),
-            ("--device", options.device),
-        ):
-            if value is not None:
-                command += [flag, value]
-        if options.allow_int4:
-            command += ["--allow-int4"]
-        if options.memory is not None:
-            command += ["--memory", str(options.memory)]
-        self._engine = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
-
     async def _watch_engine(self, client: EngineClient) -> None:
         """Tells the client when the engine process ends."""
-        assert self._engine is not None
         code = await self._engine.wait()
         await asyncio.sleep(0.2)  # its last message, if any, says more than the exit code: let it arrive first
         client.fail(f"the engine process {_how_it_ended(code)}")
@@ -310,57 +279,20 @@ _UVICORN: dict[str, Any] = {
     "server_header": False,
     "timeout_keep_alive": KEEP_ALIVE_SECONDS,
     "timeout_graceful_shutdown": _GOODBYE_SECONDS,
-    "backlog": _BACKLOG,
+    "backlog": BACKLOG,
 }
-
-
-def _allow_many_connections() -> None:
-    """Each connection is an open file; the usual soft limit is meant for programs that use `select`."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _private_directory() -> Path:
-    """A new directory (mode 0700) for the engine's socket. Raises `StartupError`."""
-    try:
-        directory = Path(tempfile.mkdtemp(prefix="busload-"))
-    except OSError as error:
-        raise StartupError(
-            f"no place for the engine's socket: {error.strerror or error}; set TMPDIR to a writable directory"
-        ) from None
-    if len(os.fsencode(directory / _SOCKET)) > MAX_PATH_BYTES:
-        directory.rmdir()
-        raise StartupError(
-            f"TMPDIR {directory.parent} is too long: the path of the engine's socket in it may have "
-            f"{MAX_PATH_BYTES} bytes; set a shorter one"
-        )
-    return directory
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """The listening socket, made before anything slow. Raises `StartupError`."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)  # now, so that a port taken by another is found here
-    except (OSError, UnicodeError) as error:  # UnicodeError: a name that cannot be one of a host
-        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise StartupError(
-            f"--host {host} --port {port}: {why}; choose another with --port (0 takes a free one)"
-        ) from None
-    return listener
 
 
 def _tell_crash(task: asyncio.Task[None]) -> None:
     """A task in the background that fails must not do so in silence."""
     if not task.cancelled() and (error := task.exception()) is not None:
         say(f"{task.get_coro()} failed: {type(error).__name__}: {error}")
+
+
+def _seen(task: asyncio.Task[Any]) -> None:
+    """An exception that nobody waits for any more is no news."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _how_it_ended(code: int) -> str:

@@ -52,6 +52,11 @@ def write_line(text: str) -> None:
     _log.write(f"{text}\n".encode(errors="backslashreplace"))
 
 
+def say(text: str) -> None:
+    """One line for the person or the log that watches the start."""
+    write_line(f"busload serve: {text}")
+
+
 def log_through_lines() -> None:
     """What libraries have to say goes the same way: a handler of `logging` would wait for a reader."""
     logging.basicConfig(level=logging.WARNING, handlers=[_Handler()], force=True)

@@ -6,7 +6,7 @@ from typer.testing import CliRunner, Result
 
 from busload_operator.cli import build_app
 from busload_runtime.contract import Limits
-from busload_runtime.server import lifecycle
+from busload_runtime.server import start
 from busload_runtime.server.options import ServeOptions
 
 
@@ -23,7 +23,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeOptions]:
         seen.append(options)
         return 0
 
-    monkeypatch.setattr(lifecycle, "serve", serve)
+    monkeypatch.setattr(start, "serve", serve)
     return seen
 
 

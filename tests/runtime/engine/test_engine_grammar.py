@@ -14,7 +14,8 @@ from busload_runtime.engine.loop import Engine
 from busload_runtime.engine.memory import Budget, MemoryPlan
 from busload_runtime.engine.messages import Submit, TokenOut
 from busload_runtime.engine.plan import Plan, Sampled
-from busload_runtime.grammar.matcher import GrammarError, Matcher, Vocabulary
+from busload_runtime.grammar.errors import GrammarError
+from busload_runtime.grammar.matcher import Matcher, Vocabulary
 from busload_runtime.grammar.text import choice_expression, grammar, json_expression, regex_expression
 
 EOS = 256

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from busload_runtime.engine.messages import (
     Ready,
     Stats,
     Submit,
+    TextLoaded,
     TokenOut,
     Tokens,
 )
@@ -35,24 +35,16 @@ LIMITS = Limits(1024, 4, 90, 64, 16, 4096)
 SCRIPT = Path(__file__).with_name("engine_process.py")
 
 
-def listen(folder: str) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(f"{folder}/engine")
-    listener.listen(1)
-    listener.settimeout(30)
-    return listener
-
-
 class Peer:
     """The HTTP process's side."""
 
-    def __init__(self, folder: str, fault: str, *flags: str) -> None:
-        self.listener = listen(folder)
+    def __init__(self, fault: str, *flags: str) -> None:
+        self.socket, theirs = socket.socketpair()
         program = ["-m", "busload_runtime.engine.process"] if fault == "real" else [str(SCRIPT), fault]
-        command = [sys.executable, *program, "--socket", f"{folder}/engine", "--model", "tiny.gguf"]
-        command += ["--limits", json.dumps(LIMITS.to_json()), *flags]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        self.socket, _ = self.listener.accept()
+        with theirs:
+            command = [sys.executable, *program, "--socket", str(theirs.fileno()), "--model", "tiny.gguf"]
+            command += ["--limits", json.dumps(LIMITS.to_json()), *flags]
+            self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, pass_fds=(theirs.fileno(),))
         self.reader: FrameReader[FromEngine] = FrameReader(FromEngine)
         self.stats: list[Stats] = []
 
@@ -85,6 +77,7 @@ class Peer:
         raise TimeoutError("the engine said nothing")
 
     def ready(self) -> Ready:
+        self.send(TextLoaded())
         message = self.receive()
         assert isinstance(message, Ready), message
         return message
@@ -107,7 +100,6 @@ class Peer:
 
     def close(self) -> None:
         self.socket.close()
-        self.listener.close()
         try:
             self.process.wait(10)
         finally:
@@ -123,15 +115,14 @@ Start = Callable[..., Peer]
 @pytest.fixture
 def start() -> Iterator[Start]:
     peers: list[Peer] = []
-    with tempfile.TemporaryDirectory() as folder:  # short paths: a Unix socket's name has 107 bytes at most
 
-        def starter(fault: str = "none", *flags: str) -> Peer:
-            peers.append(Peer(folder, fault, *flags))
-            return peers[-1]
+    def starter(fault: str = "none", *flags: str) -> Peer:
+        peers.append(Peer(fault, *flags))
+        return peers[-1]
 
-        yield starter
-        for peer in peers:
-            peer.close()
+    yield starter
+    for peer in peers:
+        peer.close()
 
 
 def apply(generation: int, **changes: int) -> ApplyLimits:
@@ -246,8 +237,9 @@ def test_a_request_that_cannot_run_is_answered(start: Start) -> None:
 )
 def test_failures_say_why_in_one_line(start: Start, fault: str, flags: tuple[str, ...], code: int, text: str) -> None:
     peer = start(fault, *flags)
+    peer.send(TextLoaded())
     if fault == "step":
-        peer.ready()
+        assert isinstance(peer.receive(), Ready)
         peer.send(Submit(1, [5], 50))
     message = peer.receive()
     while isinstance(message, Tokens):
@@ -279,31 +271,41 @@ def test_signals_are_ignored_and_the_closed_socket_ends_it(start: Start) -> None
     assert peer.process.wait(5) == 0
 
 
-def test_ends_when_its_parent_is_killed() -> None:
-    """A parent that only forks the engine and is killed: nobody closes the socket, which lives here."""
-    with tempfile.TemporaryDirectory() as folder:
-        listener = listen(folder)
-        flags = ["--socket", f"{folder}/engine", "--model", "m", "--limits", json.dumps(LIMITS.to_json())]
+@pytest.mark.parametrize("when", ["loading", "serving"])
+def test_ends_when_its_parent_is_killed(when: str) -> None:
+    """A parent that only starts the engine and is killed: nobody closes the other end of the socket, which is here."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        flags = ["--socket", str(theirs.fileno()), "--model", "m", "--limits", json.dumps(LIMITS.to_json())]
         code = (
             "import subprocess, sys, time; "
-            f"p = subprocess.Popen([sys.executable, {str(SCRIPT)!r}, 'none', *{flags!r}]); "
+            f"p = subprocess.Popen([sys.executable, {str(SCRIPT)!r}, 'none', *{flags!r}], close_fds=False); "
             "print(p.pid, flush=True); time.sleep(60)"
         )
-        parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-        assert parent.stdout is not None
-        engine = int(parent.stdout.readline())
-        connection, _ = listener.accept()
-        connection.settimeout(20)
-        assert connection.recv(4)  # Ready
-        parent.kill()
-        parent.wait()
-        parent.stdout.close()
-        deadline = time.monotonic() + 10
-        while Path(f"/proc/{engine}").exists() and "\nState:\tZ" not in _status(engine):
-            assert time.monotonic() < deadline, "the engine outlives its parent"
-            time.sleep(0.05)
-        connection.close()
-        listener.close()
+        command = [sys.executable, "-c", code]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, pass_fds=(theirs.fileno(),)) as parent:
+            assert parent.stdout is not None
+            engine = int(parent.stdout.readline())
+            if when == "serving":
+                ours.sendall(FrameWriter().frame(TextLoaded()))
+                ours.settimeout(20)
+                assert ours.recv(4)  # Ready
+            else:  # it waits for TextLoaded, or has not come so far
+                _wait(lambda: _ignores(engine, signal.SIGTERM), "the engine does not start")
+            parent.kill()
+        _wait(lambda: "\nState:\tZ" in _status(engine), "the engine outlives its parent")
+
+
+def _ignores(process: int, number: signal.Signals) -> bool:
+    mask = next((line for line in _status(process).splitlines() if line.startswith("SigIgn:")), "SigIgn: 0")
+    return bool(int(mask.split()[1], 16) >> number - 1 & 1)
+
+
+def _wait(condition: Callable[[], bool], otherwise: str) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.05)
 
 
 def _status(process: int) -> str:
@@ -313,9 +315,21 @@ def _status(process: int) -> str:
         return "\nState:\tZ"
 
 
-def test_nobody_listens_or_bad_flags() -> None:
-    limits = json.dumps(LIMITS.to_json() | {"batchSize": 0})
-    command = [sys.executable, str(SCRIPT), "none", "--socket", "/nowhere/engine", "--model", "m", "--limits", limits]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    assert result.returncode == 2
-    assert "default.batchSize must be an integer from 1 to 4096, got 0" in result.stderr
+def test_it_ends_with_0_when_the_other_end_is_closed_before_it_looks(start: Start) -> None:
+    peer = start()
+    peer.socket.close()
+    assert peer.process.wait(20) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "said"),
+    [
+        ({"batchSize": 0}, (), "default.batchSize must be an integer from 1 to 4096, got 0"),
+        ({}, ("--socket", "999"), "--socket 999: Bad file descriptor"),
+    ],
+)
+def test_bad_flags(start: Start, change: dict[str, int], flags: tuple[str, ...], said: str) -> None:
+    peer = start("none", "--limits", json.dumps(LIMITS.to_json() | change), *flags)
+    assert peer.process.wait(20) == 2
+    assert peer.process.stderr is not None
+    assert said in peer.process.stderr.read()

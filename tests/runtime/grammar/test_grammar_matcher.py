@@ -9,7 +9,8 @@ import jsonschema
 import pytest
 from schemas import FOLLOWED, HARMLESS, HOSTILE, REFUSED, Schema
 
-from busload_runtime.grammar.matcher import GrammarError, Vocabulary
+from busload_runtime.grammar.errors import GrammarError
+from busload_runtime.grammar.matcher import Vocabulary
 from busload_runtime.grammar.text import (
     GrammarTextError,
     choice_expression,

@@ -1,9 +1,8 @@
 """The wire between the processes, both ends real and in one process: the engine's in a thread of its own."""
 
 import asyncio
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from tempfile import TemporaryDirectory
+import socket
+from collections.abc import Callable
 
 import pytest
 
@@ -12,19 +11,14 @@ from busload_runtime.engine.messages import Failed, Submit, ToEngine, TokenOut, 
 from busload_runtime.server.engine_client import EngineClient
 
 
-@pytest.fixture
-def path() -> Iterator[Path]:
-    with TemporaryDirectory() as directory:  # short: a Unix socket's name has 107 bytes at most
-        yield Path(directory) / "engine"
-
-
-async def beside(path: Path, engine: Callable[[Link], None], work: Callable[[EngineClient], None]) -> EngineClient:
+async def beside(engine: Callable[[Link], None], work: Callable[[EngineClient], None]) -> EngineClient:
     """Runs `work` on a client at once, and `engine` on the other end until it returns."""
-    client = EngineClient(str(path), timeout=30, on_stats=lambda stats: None)
+    ours, theirs = socket.socketpair()
+    client = EngineClient(ours, timeout=30, on_stats=lambda stats: None)
     client.start()
 
     def run() -> None:
-        link = Link(path)
+        link = Link(theirs)
         try:
             engine(link)
         finally:
@@ -36,7 +30,7 @@ async def beside(path: Path, engine: Callable[[Link], None], work: Callable[[Eng
     return client
 
 
-async def test_prompts_larger_than_the_socket_arrive_whole_and_in_order(path: Path) -> None:
+async def test_prompts_larger_than_the_socket_arrive_whole_and_in_order() -> None:
     sent = [Submit(n, list(range(n, 200_000 + n)), 1) for n in range(5)]
     received: list[ToEngine] = []
 
@@ -44,12 +38,12 @@ async def test_prompts_larger_than_the_socket_arrive_whole_and_in_order(path: Pa
         while len(received) < len(sent):
             received.extend(link.receive(5.0))
 
-    client = await beside(path, engine, lambda client: [client.submit(s, lambda out: None) for s in sent] and None)
+    client = await beside(engine, lambda client: [client.submit(s, lambda out: None) for s in sent] and None)
     assert received == sent
     await client.close()
 
 
-async def test_tokens_larger_than_the_socket_arrive_whole_and_in_order(path: Path) -> None:
+async def test_tokens_larger_than_the_socket_arrive_whole_and_in_order() -> None:
     outs = [TokenOut(1, token) for token in range(300_000)]
     got: list[TokenOut] = []
 
@@ -59,28 +53,29 @@ async def test_tokens_larger_than_the_socket_arrive_whole_and_in_order(path: Pat
             link.send(Tokens(outs[start : start + 50_000]))
         link.send(Tokens([TokenOut(1, None, "length")]))
 
-    client = await beside(path, engine, lambda client: client.submit(Submit(1, [1], 1), got.append))
+    client = await beside(engine, lambda client: client.submit(Submit(1, [1], 1), got.append))
     assert got == [*outs, TokenOut(1, None, "length")]
     assert client.live == 0
     await client.close()
 
 
-async def test_the_last_words_of_an_engine_are_heard_though_it_read_nothing(path: Path) -> None:
+async def test_the_last_words_of_an_engine_are_heard_though_it_read_nothing() -> None:
     ends: list[TokenOut] = []
 
     def work(client: EngineClient) -> None:
         client.submit(Submit(1, list(range(100_000)), 1), ends.append)
 
-    client = await beside(path, lambda link: link.send(Failed("scripted")), work)
+    client = await beside(lambda link: link.send(Failed("scripted")), work)
     assert client.failed.result() == "scripted"
     assert [(end.finish_reason, end.error) for end in ends] == [("error", "the engine is gone: scripted")]
     await client.close()
 
 
-async def test_the_engine_learns_that_the_http_process_closed_the_socket(path: Path) -> None:
-    client = EngineClient(str(path), timeout=30, on_stats=lambda stats: None)
+async def test_the_engine_learns_that_the_http_process_closed_the_socket() -> None:
+    ours, theirs = socket.socketpair()
+    client = EngineClient(ours, timeout=30, on_stats=lambda stats: None)
     client.start()
-    link = await asyncio.to_thread(Link, path)
+    link = Link(theirs)
     await client.close()
     with pytest.raises(LinkClosed, match="closed the socket"):
         link.receive(5.0)
