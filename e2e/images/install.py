@@ -23,6 +23,11 @@ def main() -> None:
     packages = Path(sysconfig.get_path("purelib"))
     for tests in (packages / "numpy").rglob("tests"):  # a third of numpy's files
         shutil.rmtree(tests, ignore_errors=True)
+    compile_new(packages)
+
+
+def compile_new(packages: Path) -> None:
+    """Byte code of all modules below the folder that have none."""
     # Only what this step brought: whatever is written again would be in this step's layer again.
     new = [source for source in packages.rglob("*.py") if not Path(cache_from_source(str(source))).exists()]
     for source in new:
@@ -35,4 +40,5 @@ def main() -> None:
             print(f"not for this Python, left as it is: {source}: {error.exc_value}")
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -12,7 +12,7 @@ from live_server import LiveServer, running
 from tiny_gguf import write_tiny_model
 from tool_templates import MOVE, NOW, TEMPLATES, TOOLS, UNKNOWN, WEATHER
 
-from busload_runtime.model.load import load_text_model
+from busload_runtime.model.text import load_text_model
 
 ASK = [{"role": "user", "content": "What is the weather in Oslo?"}]
 SCHEMAS = {tool["function"]["name"]: tool["function"].get("parameters", {"maxProperties": 0}) for tool in TOOLS}

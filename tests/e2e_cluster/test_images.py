@@ -1,6 +1,7 @@
 import io
 import json
 import tarfile
+from importlib.util import MAGIC_NUMBER, cache_from_source
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from e2e.cluster import containers
 from e2e.cluster.settings import Settings
 from e2e.cluster.shell import Failure, Progress, write
 from e2e.images import app, base, deliver, wheels
+from e2e.images.install import compile_new
 from e2e.images.store import Store, digest
 
 LOCK = """\
@@ -299,3 +301,19 @@ def test_push_arguments() -> None:
     for wrong in ("https://ghcr.io/me", "/"):
         with pytest.raises(Failure, match="must be HOST"):
             deliver.push_arguments(image, wrong)
+
+
+def test_what_an_image_build_installs_is_compiled_once_and_never_checked(tmp_path: Path) -> None:
+    write(tmp_path / "a" / "__init__.py", "VALUE = 1\n")
+    write(tmp_path / "b.py", "VALUE = 2\n")
+    write(tmp_path / "later.py", "match = syntax of another Python\n")
+    compile_new(tmp_path)
+    compiled = [Path(cache_from_source(str(tmp_path / name))) for name in ("a/__init__.py", "b.py")]
+    for path in compiled:
+        magic, flags = path.read_bytes()[:4], int.from_bytes(path.read_bytes()[4:8], "little")
+        assert (magic, flags) == (MAGIC_NUMBER, 0b01), "by hash, unchecked (PEP 552)"
+    before = [path.stat().st_mtime_ns for path in compiled]
+    write(tmp_path / "c.py", "VALUE = 3\n")
+    compile_new(tmp_path)
+    assert Path(cache_from_source(str(tmp_path / "c.py"))).exists()
+    assert [path.stat().st_mtime_ns for path in compiled] == before

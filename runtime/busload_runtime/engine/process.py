@@ -76,6 +76,7 @@ def main(
     load_vocabulary: LoadVocabulary | None = None,
 ) -> int:
     options = _parse(arguments)
+    gc.disable()  # hundred thousands of objects come and stay; on again when they are there
     if load is None:
         load, load_vocabulary = partial(_load, options), _load_vocabulary
     _end_with_parent()
@@ -206,6 +207,7 @@ def start(
     # What lives now lives for ever: keep the garbage collector from walking over it between steps.
     gc.collect()
     gc.freeze()
+    gc.enable()
     return engine, Ready(
         context_length=executor.context_length,
         vocab_size=executor.vocab_size,

@@ -31,8 +31,10 @@ class Executor(Protocol):
     """Longest sequence the model was made for, in tokens."""
     device_memory: DeviceMemory | None
     """None: everything lives in this process's memory."""
-    copy_bandwidth: float
-    """Measured at construction, bytes per second (read plus write)."""
+
+    @property
+    def copy_bandwidth(self) -> float:
+        """Bytes per second, read plus write. Measured when first asked for, which is when nothing else computes."""
 
     def activation_bytes(self, token_budget: int, batch_size: int) -> int:
         """Upper bound of the memory a step of this size needs beside weights and KV."""

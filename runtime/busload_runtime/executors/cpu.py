@@ -5,6 +5,7 @@ import os
 import struct
 from array import array
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -24,7 +25,7 @@ _SAMPLING = "dddQQqQQQ"  # native.Sampling
 _GREEDY = (0.0, 1.0, 0.0, 0, 0, 0, 0, 0, 0)
 _KV_FORMATS = {"int8": native.KV_INT8, "fp32": native.KV_FP32}
 _BANDWIDTH_BYTES = 2**26
-_BANDWIDTH_SECONDS = 0.1
+_BANDWIDTH_SECONDS = 0.05
 
 
 class CpuExecutor:
@@ -74,12 +75,15 @@ class CpuExecutor:
         self.vocab_size = weights.config.vocab_size
         self.context_length = weights.config.context_length
         self.device_memory: DeviceMemory | None = None
-        self.copy_bandwidth = self.measure_bandwidth(copy=True)
         self._max_blocks = self._num_blocks = 0
 
     def __del__(self) -> None:
         if getattr(self, "_engine", None):
             self._library.bl_destroy(self._engine)
+
+    @cached_property
+    def copy_bandwidth(self) -> float:
+        return self.measure_bandwidth(copy=True)
 
     def activation_bytes(self, token_budget: int, batch_size: int) -> int:
         """Exactly the scratch memory that the engine takes for such a step."""

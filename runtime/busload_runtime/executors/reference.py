@@ -8,6 +8,7 @@ other requests enter a sum (see `linear` for what this means for reproducibility
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -69,8 +70,11 @@ class ReferenceExecutor:
         self.vocab_size = config.vocab_size
         self.context_length = config.context_length
         self.device_memory: DeviceMemory | None = None
-        self.copy_bandwidth = measure_copy_bandwidth()
         self.reserve(0)
+
+    @cached_property
+    def copy_bandwidth(self) -> float:
+        return measure_copy_bandwidth()
 
     def activation_bytes(self, token_budget: int, batch_size: int) -> int:
         config = self._config

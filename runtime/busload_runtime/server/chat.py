@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from busload_runtime.model.load import TextModel
+from busload_runtime.model.text import TextModel
 from busload_runtime.server.answer import Endpoint, Json
 from busload_runtime.server.constrain import CheckGrammar, grammar_of
 from busload_runtime.server.errors import invalid

@@ -15,7 +15,7 @@ import uvloop
 
 from busload_runtime.contract import LimitsDocument
 from busload_runtime.model.errors import ModelError
-from busload_runtime.model.load import load_text_model
+from busload_runtime.model.text import load_text_model
 from busload_runtime.server.admission import Admission
 from busload_runtime.server.api_keys import ApiKeys
 from busload_runtime.server.api_keys_watch import ApiKeysWatch
@@ -167,6 +167,7 @@ class _Serve:
         # What lives now lives on: keep the garbage collector from walking over it while tokens stream.
         gc.collect()
         gc.freeze()
+        gc.enable()
         gc.set_threshold(*_GC_THRESHOLDS)
         return True
 

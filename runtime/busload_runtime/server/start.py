@@ -5,6 +5,7 @@ module and what it imports therefore need the standard library alone.
 """
 
 import contextlib
+import gc
 import resource
 import socket
 import time
@@ -30,11 +31,13 @@ def serve(options: ServeOptions) -> int:
         with contextlib.closing(_listen(options.host, options.port)) as listener:
             _allow_many_connections()
             engine = EngineProcess(options, document.for_pod(options.pod_name), document.pace)
+            gc.disable()  # hundred thousands of objects come and stay; on again when they are there
             try:
                 from busload_runtime.server.lifecycle import run
 
                 return run(options, document, keys, listener, engine, started)
             finally:
+                gc.enable()
                 engine.kill()
     except StartupError as error:
         say(str(error))

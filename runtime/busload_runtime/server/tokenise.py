@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from busload_runtime.model.chat import ChatError
-from busload_runtime.model.load import TextModel
+from busload_runtime.model.text import TextModel
 from busload_runtime.server.errors import invalid
 from busload_runtime.server.sampling import check_length
 

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from busload_runtime.grammar.text import grammar, json_expression, text_expression
-from busload_runtime.model.load import TextModel
+from busload_runtime.model.text import TextModel
 from busload_runtime.model.tool_format import ToolFormat
 from busload_runtime.server.constrain import CheckGrammar, checked, format_expression
 from busload_runtime.server.errors import ApiError, invalid

@@ -19,7 +19,8 @@ from busload_kernels.cpu import library
 from busload_runtime.engine.plan import Chunk
 from busload_runtime.executors.cpu import CpuExecutor
 from busload_runtime.executors.reference import ReferenceExecutor
-from busload_runtime.model.load import TextModel, load_text_model, load_weights
+from busload_runtime.model.load import load_weights
+from busload_runtime.model.text import TextModel, load_text_model
 
 # All but the portable path, where there is another.
 ISAS = library.usable_isas()[:-1] or library.usable_isas()

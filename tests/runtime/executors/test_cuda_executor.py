@@ -17,7 +17,8 @@ from busload_runtime.executors.cuda import CudaExecutor, CudaOptions
 from busload_runtime.executors.errors import ExecutorError
 from busload_runtime.executors.reference import ReferenceExecutor
 from busload_runtime.executors.torch_model.loading import GgufCheckpoint
-from busload_runtime.model.load import load_text_model, load_weights
+from busload_runtime.model.load import load_weights
+from busload_runtime.model.text import load_text_model
 
 TOKENS = np.random.default_rng(7).integers(0, len(VOCABULARY), 100).tolist()
 FAMILY = {

@@ -14,7 +14,8 @@ from busload_runtime.engine.plan import Chunk, Plan, SamplingParams
 from busload_runtime.executors.cpu import CpuExecutor
 from busload_runtime.executors.reference import ReferenceExecutor
 from busload_runtime.model.bundled import resolve_source
-from busload_runtime.model.load import TextModel, load_text_model, load_weights
+from busload_runtime.model.load import load_weights
+from busload_runtime.model.text import TextModel, load_text_model
 
 SOURCE = "bundled:gemma3-270m"
 GREEDY = SamplingParams(temperature=0)

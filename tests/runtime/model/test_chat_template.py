@@ -12,7 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from busload_runtime.model.chat import ChatError, ChatTemplate
 from busload_runtime.model.errors import ModelError
-from busload_runtime.model.load import TextModel, load_text_model
+from busload_runtime.model.text import TextModel, load_text_model
 
 CONTROL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 MESSAGES = [

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers
 from busload_runtime.model.bundled import resolve_source
 from busload_runtime.model.chat import ChatTemplate
 from busload_runtime.model.gguf_file import open_gguf
-from busload_runtime.model.load import TextModel, load_text_model
+from busload_runtime.model.text import TextModel, load_text_model
 
 SOURCE = "bundled:gemma3-270m"
 SPACE = "\u2581"

@@ -15,7 +15,8 @@ from tiny_llama import TinyLlama
 
 from busload_runtime.model.errors import ModelError
 from busload_runtime.model.gguf_file import TENSOR_TYPES, open_gguf
-from busload_runtime.model.load import load_text_model, load_weights
+from busload_runtime.model.load import load_weights
+from busload_runtime.model.text import load_text_model
 
 
 def test_table_of_tensor_types_is_the_library_s() -> None:

@@ -12,7 +12,8 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from busload_runtime.model.errors import ModelError
 from busload_runtime.model.folder import open_folder
-from busload_runtime.model.load import load_text_model, load_token_bytes, load_weights
+from busload_runtime.model.load import load_token_bytes, load_weights
+from busload_runtime.model.text import load_text_model
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = (

@@ -17,7 +17,7 @@ from busload_runtime.model.bundled import resolve_source
 from busload_runtime.model.control_text import ControlTexts
 from busload_runtime.model.errors import ModelError
 from busload_runtime.model.gguf_file import open_gguf
-from busload_runtime.model.load import load_text_model
+from busload_runtime.model.text import load_text_model
 from busload_runtime.model.tokenizer import TextTokenizer, tokenizer_from_metadata
 
 SOURCE = "bundled:smollm2-135m-instruct"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from busload_runtime.model.load import load_text_model
+from busload_runtime.model.text import load_text_model
 from busload_runtime.server.errors import ApiError
 from busload_runtime.server.tokenise import PromptEncoder
 
