@@ -125,8 +125,8 @@ class _WithoutPrefixCache(Scheduler):
     def _cached_blocks(self, request: EngineRequest) -> list[Any]:
         return []
 
-    def _publish(self, request: EngineRequest) -> None:
-        request.published = request.computed // self.block_size
+    def _publish(self, request: EngineRequest, end: int) -> None:
+        request.published = end // self.block_size
 
 
 def _scheduling_seconds(kind: type[Scheduler], requests: int = 64) -> float:

@@ -125,4 +125,7 @@ def _tables_in(folder: Path) -> Iterator[None]:
 def _serve() -> None:
     server = serve.Server(TINY, "fp32", batch=2, steps=12, device="cpu")
     row = server.measure(2, 3, server.executor.copy_bandwidth)
-    print(f"serve: a tiny model on plain torch, {row['tokens_per_second']:.0f} tokens/s at batch 2")
+    print(
+        f"serve: a tiny model on plain torch, {row['tokens_per_second']:.0f} tokens/s at batch 2, a step in "
+        f"{row['step_ms']:.1f} ms overlapped and {row['one_by_one_ms']:.1f} ms one by one"
+    )

@@ -74,7 +74,7 @@ def cell(name: str, value: Any) -> str:
             return f"{value / 1e9:.0f} GB/s"
         if name in ("relative_error", "tolerance"):
             return f"{value:.1e}"
-        if name.startswith("share") or name == "device_busy":
+        if name.startswith(("share", "device_busy")):
             return f"{value:.0%}"
         return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
     if isinstance(value, list):

@@ -268,4 +268,10 @@ def _serve(shape: Shape, precision: str, context: Context) -> Iterator[Row]:
     for batch in BATCHES:
         yield server.measure(batch, steps, context.bandwidth)
     for batch in (BATCHES[0], BATCHES[-1]):
-        yield {"model": shape.name, "weights": precision, "batch": batch, "device_busy": server.busy_share(batch)}
+        yield {
+            "model": shape.name,
+            "weights": precision,
+            "batch": batch,
+            "device_busy": server.busy_share(batch, ahead=1),
+            "device_busy_one_by_one": server.busy_share(batch, ahead=0),
+        }

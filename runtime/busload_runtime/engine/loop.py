@@ -1,10 +1,16 @@
-"""The engine: a scheduler, an executor and a clock. One thread; every method runs between two steps."""
+"""The engine: a scheduler, an executor and a clock. One thread; every method runs between two steps.
+
+With an executor whose steps run beside the caller (`Overlapping`), the next step is planned and launched while one
+runs, and the tokens of that one are taken in afterwards: planning, sending and receiving cost no time of the device.
+Other executors compute a step before it is returned from, and never is one in flight between two calls.
+"""
 
 import hashlib
 import os
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from busload_runtime.contract import Limits, Pace
 from busload_runtime.engine.grammar import Grammars, wrong_grammar
@@ -16,12 +22,22 @@ from busload_runtime.engine.probe import Probed, probe
 from busload_runtime.engine.request import Output, Request
 from busload_runtime.engine.scheduler import RequestRefused, Scheduler
 from busload_runtime.engine.statistics import Statistics
-from busload_runtime.executors.contract import Executor
+from busload_runtime.executors.contract import Computed, Executor, Overlapping, Pending
 from busload_runtime.grammar.errors import GrammarError
 
 SPARE = 8 << 20
 """Bytes that a step of `Engine.probe`, or one that scores prompts, may need beyond the steps that the limits allow: a
 part of what is set aside for what grows."""
+
+
+@dataclass(slots=True)
+class _Launched:
+    plan: Plan
+    pending: Pending
+    started: float
+    """When its plan was made."""
+    constrained: bool
+    """Whether the next plan depends on what it draws, because a grammar follows it."""
 
 
 class Engine:
@@ -42,6 +58,13 @@ class Engine:
     ) -> None:
         """`plans_by_own_law`: nobody will tell a step law, so steps are planned by the one that is found here."""
         self._executor = executor
+        self._launch: Callable[[Plan], Pending]
+        if isinstance(executor, Overlapping):
+            self._launch, self._most_in_flight = executor.launch, 1
+        else:
+            self._launch, self._most_in_flight = lambda plan: Computed(executor.run(plan)), 0
+        self._in_flight: deque[_Launched] = deque()
+        self._last_result = clock()
         self._memory = memory
         self._clock = clock
         self._grammars = grammars
@@ -57,7 +80,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self._scheduler.has_work or bool(self._in_flight)
 
     def warm_up(self) -> None:
         """Computes one real token, outside all counters. Block 0 is blank again afterwards for all the pool knows."""
@@ -114,7 +137,8 @@ class Engine:
             self._grammars.drop(request_id)
 
     def apply(self, limits: Limits, pace: Pace = Pace()) -> list[TokenOut]:
-        """Puts limits, objectives and step law in force; returns the ends of requests that fit the pool no more.
+        """Puts limits, objectives and step law in force; returns the ends of requests that fit the pool no more, and
+        what the step drew that was in flight, if the pool changes.
 
         Raises `LimitsImpossible` and changes nothing when they cannot be run.
         """
@@ -125,25 +149,52 @@ class Engine:
         self._scheduler.set_pace(pace)
         if num_blocks == self._scheduler.levels().kv_blocks:
             return []
+        outputs = self._settle()
         ended = self._scheduler.resize(num_blocks)
         if self._grammars is not None:
             for output in ended:
                 self._grammars.drop(output.request_id)
         self._executor.resize(num_blocks)
-        return [_token_out(output) for output in ended]
+        return outputs + [_token_out(output) for output in ended]
 
     def step(self) -> list[TokenOut]:
-        """Computes one step and returns what it produced. An exception of the executor leaves the engine unusable."""
+        """Launches one step, waits for all but as many as may be in flight, and returns what those produced. An
+        exception of the executor leaves the engine unusable."""
+        outputs = []
+        if self._in_flight and (self._in_flight[-1].constrained or self._scheduler.needs_results()):
+            outputs = self._settle()
         started = self._advance()
         plan = self._scheduler.plan(started)
-        grammars = self._grammars
-        sampled = self._executor.run(plan if grammars is None else grammars.constrain(plan))
+        if not plan.chunks:
+            return outputs + self._settle()
+        masked = plan if self._grammars is None else self._grammars.constrain(plan)
+        self._in_flight.append(_Launched(plan, self._launch(masked), started, bool(masked.masks)))
+        while len(self._in_flight) > self._most_in_flight:
+            outputs += self._land()
+        return outputs
+
+    def _settle(self) -> list[TokenOut]:
+        """Waits for all that is in flight."""
+        outputs = []
+        while self._in_flight:
+            outputs += self._land()
+        return outputs
+
+    def _land(self) -> list[TokenOut]:
+        """Waits for the oldest step in flight and takes in what it drew."""
+        step = self._in_flight.popleft()
+        sampled = step.pending.result()
         finished = self._advance()
-        executor = self._executor
+        executor, grammars = self._executor, self._grammars
+        # Of two steps that overlap the second takes what passes between their results: the device had no more for it.
         self._statistics.step(
-            finished - started, plan, executor.weight_bytes, executor.bytes_per_block / executor.block_size
+            finished - max(step.started, self._last_result),
+            step.plan,
+            executor.weight_bytes,
+            executor.bytes_per_block / executor.block_size,
         )
-        outputs = self._scheduler.commit(plan, sampled)
+        self._last_result = finished
+        outputs = self._scheduler.commit(step.plan, sampled)
         if grammars is not None:
             outputs, ended = grammars.follow(outputs)
             for request_id in ended:

@@ -55,6 +55,10 @@ class Scoring:
     """How many of the most likely tokens are reported with each."""
 
 
+PENDING = -2
+"""Instead of a token in a chunk: the one that the step in flight draws for the request. Only the device knows it."""
+
+
 @dataclass(slots=True)
 class Chunk:
     """The part of one request that a step computes: one token (decode) or a piece of its prompt (prefill).
@@ -65,7 +69,8 @@ class Chunk:
 
     request_id: int
     tokens: tuple[int, ...]
-    """Token ids at positions start .. start + len(tokens) - 1; their keys and values are written in this step."""
+    """Token ids at positions start .. start + len(tokens) - 1; their keys and values are written in this step. A lone
+    `PENDING` where the step is planned before the one that draws the token was committed."""
     start: int
     blocks: tuple[int, ...]
     """Block table: ids of the KV blocks of positions 0 .. start + len(tokens) - 1, in order."""

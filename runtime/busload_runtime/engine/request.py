@@ -19,7 +19,7 @@ class Request:
 
     request_id: int
     tokens: list[int]
-    """The prompt, then the tokens drawn so far."""
+    """The prompt, then the tokens drawn so far, then `PENDING` for one that a step in flight draws."""
     max_tokens: int
     """Tokens to draw at most."""
     min_tokens: int = 0

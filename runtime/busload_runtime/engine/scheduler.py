@@ -12,6 +12,9 @@ The rules, in the order they apply to a step:
 4. Full blocks of equal content, from the first token on, are shared. A block can be found only after the step that
    computed it was committed, and the last token of a prompt is always computed because its logits are needed.
 
+Steps may overlap: `plan` gives the next step while one is in flight (planned, not committed), unless `needs_results`
+says that its results must be committed first. See `flight.py`.
+
 Changed limits: a request keeps the maximum sequence length it was added under. A lower batch limit admits nobody until
 enough requests have ended; nobody is thrown out for it. A smaller pool preempts the requests that hold blocks beyond
 its end; a request that cannot fit the pool any more ends: with `length` if it has output, else with an error.
@@ -19,12 +22,13 @@ its end; a request that cannot fit the pool any more ends: with `length` if it h
 
 import math
 from bisect import insort
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 from busload_runtime.contract import Limits, Pace
 from busload_runtime.engine.block_pool import Block, BlockPool, chain_digest
-from busload_runtime.engine.plan import Chunk, Plan, Sampled
+from busload_runtime.engine.counters import Counters, Levels
+from busload_runtime.engine.flight import Flight
+from busload_runtime.engine.plan import PENDING, Chunk, Plan, Sampled
 from busload_runtime.engine.prompt_room import PromptRoom
 from busload_runtime.engine.prompt_scores import LogitRows, scoring_of
 from busload_runtime.engine.request import Output, Request
@@ -35,43 +39,9 @@ class RequestRefused(ValueError):
     """A request that cannot run under the limits in force; the message says which and what is allowed."""
 
 
-@dataclass(slots=True)
-class Counters:
-    """Work of committed steps since the start."""
-
-    steps: int = 0
-    step_batch: int = 0
-    """Sum over steps of decoding requests."""
-    step_kv_tokens: int = 0
-    """Sum over steps of KV tokens read by attention: for each chunk, the length of its sequence after the step."""
-    step_prefill_tokens: int = 0
-    """Tokens computed that were not a decode; recomputation included."""
-    recomputed_tokens: int = 0
-    """Tokens computed again after a preemption."""
-    generated_tokens: int = 0
-    preemptions: int = 0
-    prefix_queried_tokens: int = 0
-    """Prompt tokens of requests that started for the first time."""
-    prefix_hit_tokens: int = 0
-    """Those of them that were cached. A preempted request that finds its own blocks again counts in neither."""
-
-
-@dataclass(frozen=True, slots=True)
-class Levels:
-    """What the scheduler holds now."""
-
-    running: int
-    waiting: int
-    queued_prompt_tokens: int
-    """Tokens of waiting requests."""
-    kv_tokens: int
-    """Computed tokens of running requests; a shared token counts for each."""
-    kv_blocks: int
-    kv_blocks_free: int
-
-
 class Scheduler:
-    """Turns requests into plans: `add` and `abort` at any time between steps, then `plan`, run it, `commit`."""
+    """Turns requests into plans: `add` and `abort` at any time, then `plan`, run it, `commit`. Or, where steps overlap:
+    `plan` the next one, unless `needs_results`, and then `commit` the one before."""
 
     def __init__(self, limits: Limits, block_size: int, num_blocks: int, pace: Pace = Pace()) -> None:
         self.limits = limits
@@ -81,22 +51,20 @@ class Scheduler:
         """Rows of logits that a step may have where prompts are scored; no fewer than the batch limit in any case."""
         self.counters = Counters()
         self._pool = BlockPool(num_blocks)
+        self.capacity = num_blocks * block_size
+        """Tokens the whole pool holds."""
         self._requests: dict[int, Request] = {}
         self._running: list[Request] = []
         self._waiting = WaitingQueue(pace)
         self._arrivals = 0
         self._starts = 0
         self._kv_tokens = 0
-        self._planned: Plan | None = None
+        self._flights: list[Flight] = []
+        """Steps in flight, oldest first: one between steps, two from `plan` to `commit`."""
 
     @property
     def has_work(self) -> bool:
         return bool(self._requests)
-
-    @property
-    def capacity(self) -> int:
-        """Tokens the whole pool holds."""
-        return self._pool.num_blocks * self.block_size
 
     def levels(self) -> Levels:
         return Levels(
@@ -108,11 +76,10 @@ class Scheduler:
             kv_blocks_free=self._pool.free,
         )
 
-    # Between steps.
+    # Requests and limits come and go, also while a step is in flight; `resize` alone waits.
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises `RequestRefused` when it could never run under the limits in force."""
-        self._between_steps()
         length, limit = request.prompt_length, self.limits.max_sequence_length
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id} is already in use")
@@ -135,8 +102,8 @@ class Scheduler:
         self._waiting.add(request)
 
     def abort(self, request_id: int) -> bool:
-        """Ends a request and frees its blocks at once; False when the id is unknown (it may just have ended)."""
-        self._between_steps()
+        """Ends a request; False when the id is unknown (it may just have ended). Its blocks are free at once, or with
+        the commit of the step in flight that may write them."""
         request = self._requests.get(request_id)
         if request is None:
             return False
@@ -144,23 +111,23 @@ class Scheduler:
         return True
 
     def set_limits(self, limits: Limits) -> None:
-        """Puts new limits in force from the next step on. The pool is a separate matter: see `resize`."""
-        self._between_steps()
+        """Puts new limits in force from the next plan on. The pool is a separate matter: see `resize`."""
         self.limits = limits
 
     def set_pace(self, pace: Pace) -> None:
-        """Puts objectives and step law in force from the next step on."""
-        self._between_steps()
+        """Puts objectives and step law in force from the next plan on."""
         if pace != self.pace:
             self.pace = pace
             self._waiting.set_pace(pace)
 
     def resize(self, num_blocks: int) -> list[Output]:
-        """Changes the size of the pool; returns the ends of the requests that cannot fit it any more."""
-        self._between_steps()
+        """Changes the size of the pool; returns the ends of the requests that cannot fit it any more. No step may be in
+        flight."""
+        self._none_in_flight()
         for request in [r for r in self._running if max(r.table, default=-1) >= num_blocks]:
             self._preempt(request)
         self._pool.resize(num_blocks)
+        self.capacity = num_blocks * self.block_size
         ended = []
         for request in [r for r in self._requests.values() if len(r.tokens) > self.capacity]:
             self._remove(request)
@@ -174,8 +141,10 @@ class Scheduler:
     # One step.
 
     def plan(self, now: float) -> Plan:
-        """The next step; empty only when there is no request. `commit` must follow before anything else."""
-        self._between_steps()
+        """The next step. Empty when there is no request, or when all that run wait for the step in flight to end."""
+        if len(self._flights) > 1:
+            raise RuntimeError("two steps are planned and not committed yet")
+        self._assume()
         chunks: list[Chunk] = []
         preemptions = self.counters.preemptions
         room = PromptRoom(self.pace, self.block_size, self._decoding)
@@ -186,39 +155,75 @@ class Scheduler:
             self._admit(chunks, budget, room, rows, now)
         plan = Plan(tuple(chunks))
         if chunks:
-            self._planned = plan
+            self._flights.append(Flight(plan))
         return plan
+
+    def needs_results(self) -> bool:
+        """Whether the step in flight must be committed before the next can be planned: it draws with penalties, which
+        look at all tokens; or scores a prompt, whose rows of logits take memory until they are read; or the next could
+        find too few free blocks, and preempt."""
+        if not self._flights:
+            return False
+        for flight in self._flights:
+            if any(chunk.history is not None or chunk.scoring is not None for chunk in flight.plan.chunks):
+                return True
+        free = self._pool.free
+        return free < len(self._running) and free < self._blocks_missing(2)
 
     def commit(self, plan: Plan, sampled: Sequence[Sampled]) -> list[Output]:
         """Takes in the drawn tokens of a step that was computed; returns what to tell the clients."""
-        if plan is not self._planned:
-            raise ValueError("commit takes the plan made last, once")
-        self._planned = None
+        if not self._flights or plan is not self._flights[0].plan:
+            raise ValueError("commit takes the oldest plan that is not committed yet, once")
         drawn = {draw.request_id: draw for draw in sampled}
         expected = [c.request_id for c in plan.chunks if c.sampling is not None or c.scoring is not None]
         if len(sampled) != len(expected) or drawn.keys() != set(expected):
             raise ValueError(f"the executor drew tokens for requests {sorted(drawn)}, planned were {sorted(expected)}")
+        flight = self._flights.pop(0)
+        for blocks in flight.held:
+            self._pool.release(blocks)
         requests, size, charges = self._requests, self.block_size, self._waiting.charges
+        ended, assumed = flight.ended, flight.assumed
         outputs = []
         self.counters.steps += 1
         for chunk in plan.chunks:
-            request = requests[chunk.request_id]
+            request_id = chunk.request_id
             count = len(chunk.tokens)
             end = chunk.start + count
+            if request_id in ended:
+                self._count(ended[request_id], chunk.start, end)
+                continue
+            request = requests[request_id]
             self._count(request, chunk.start, end)
-            self._kv_tokens += count
-            request.computed = end
+            if not assumed:
+                self._kv_tokens += count
+                request.computed = end
             if end > request.reached:
                 request.reached = end
             if end // size > request.published:
-                self._publish(request)
+                self._publish(request, end)
             if chunk.scoring is not None:
-                request.prompt_logprobs += drawn[chunk.request_id].prompt
+                request.prompt_logprobs += drawn[request_id].prompt
             if chunk.sampling is not None:
                 if charges:
                     request.account.tokens += 1
-                outputs.append(self._draw(request, drawn[chunk.request_id]))
+                outputs.append(self._draw(request, end, drawn[request_id]))
         return outputs
+
+    def _assume(self) -> None:
+        """Leaves the requests of the step in flight as its end will, so that the next one is planned from there.
+        `PENDING` stands for a token that is drawn; for none behind which the request ends in any case."""
+        for flight in self._flights:
+            if flight.assumed:
+                continue
+            flight.assumed = True
+            for chunk in flight.plan.chunks:
+                if chunk.request_id in flight.ended:
+                    continue
+                request = self._requests[chunk.request_id]
+                self._kv_tokens += len(chunk.tokens)
+                request.computed = end = chunk.length_after
+                if chunk.sampling is not None and end + 1 < request.max_length and end < self.capacity:
+                    request.tokens.append(PENDING)
 
     # Many steps at once, for the simulator.
 
@@ -226,7 +231,7 @@ class Scheduler:
         """How many of the next steps, at most `most`, are known to be one decode of each running request and nothing
         else: none of them admits, preempts or computes a prompt, and requests end only in the last of them. The first
         begins at `now`; of the others only those are known that begin up to `decodes_until`."""
-        self._between_steps()
+        self._none_in_flight()
         running = self._running
         if not running or self._may_admit(now):
             return 0
@@ -333,7 +338,7 @@ class Scheduler:
             newer = len(running) - position - 1
             start, length = request.computed, len(request.tokens)
             count = min(length - start, budget - newer)
-            if length > start + 1 or length == request.prompt_length:
+            if (length > start + 1 or length == request.prompt_length) and count:
                 count = rows.tokens(request, start, room.tokens(start, count))
                 room.take(start, count)
             end = start + count
@@ -413,15 +418,18 @@ class Scheduler:
             scoring_of(request, start, end) if request.score_prompt else None,
         )
 
-    def _draw(self, request: Request, draw: Sampled) -> Output:
-        """Appends a drawn token and ends the request if it was the last one."""
+    def _draw(self, request: Request, end: int, draw: Sampled) -> Output:
+        """Puts a drawn token at position `end` and ends the request if it was the last one."""
         token = draw.token
         self.counters.generated_tokens += 1
-        request.tokens.append(token)
+        if len(request.tokens) == end:
+            request.tokens.append(token)
+        else:
+            request.tokens[end] = token  # `PENDING` was there
         if request.history is not None:
             request.history.append(token)
         output = Output(request.request_id, token, logprobs=draw.logprobs)
-        length = len(request.tokens)
+        length = end + 1
         drawn = length - request.prompt_length
         if drawn == 1 and request.started is not None:
             output.cached_tokens = request.cached_tokens
@@ -429,21 +437,21 @@ class Scheduler:
             output.prompt_logprobs = request.prompt_logprobs if request.score_prompt else None
         if drawn >= request.min_tokens and token in request.stop_token_ids:
             output.finish_reason = "stop"
-        elif length >= request.max_length or length > self._pool.num_blocks * self.block_size:
+        elif length >= request.max_length or length > self.capacity:
             output.finish_reason = "length"
         if output.finish_reason is not None:
             self._remove(request)
         return output
 
     def _count(self, request: Request, start: int, end: int) -> None:
-        """Counts the tokens at positions `start` .. `end` - 1, which a step has computed."""
+        """Counts the tokens at positions `start` .. `end` - 1, which a step has computed: what it was for or not."""
         counters = self.counters
         counters.step_kv_tokens += end
         if start >= request.prompt_length and end - start == 1:
             counters.step_batch += 1
         else:
             counters.step_prefill_tokens += end - start
-        if start < request.reached:
+        if start < request.reached and request.running:
             counters.recomputed_tokens += min(end, request.reached) - start
 
     # Prefix cache.
@@ -460,10 +468,11 @@ class Scheduler:
             blocks.append(block)
         return blocks
 
-    def _publish(self, request: Request) -> None:
-        for index in range(request.published, request.computed // self.block_size):
+    def _publish(self, request: Request, end: int) -> None:
+        """Offers the blocks that are full of tokens before position `end`: they are computed, and known."""
+        for index in range(request.published, end // self.block_size):
             self._pool.publish(request.blocks[index], self._digest(request, index))
-        request.published = request.computed // self.block_size
+        request.published = end // self.block_size
 
     def _digest(self, request: Request, index: int) -> bytes:
         """Digest of full block `index`; those before it are known already."""
@@ -477,23 +486,28 @@ class Scheduler:
     # Queues and blocks.
 
     def _preempt(self, request: Request) -> None:
-        self._leave_batch(request)
+        self._none_in_flight()
+        self._leave_batch(request, self._pool.release)
         self._waiting.add_preempted(request)
         self.counters.preemptions += 1
 
     def _remove(self, request: Request) -> None:
+        release: Callable[[list[Block]], None] = self._pool.release
+        for flight in self._flights:
+            if flight.end(request):
+                release = flight.held.append
         if request.running:
-            self._leave_batch(request)
+            self._leave_batch(request, release)
         else:
             self._waiting.remove(request)
         self._waiting.end(request)
         del self._requests[request.request_id]
 
-    def _leave_batch(self, request: Request) -> None:
+    def _leave_batch(self, request: Request, release: Callable[[list[Block]], None]) -> None:
         self._running.remove(request)
-        self._pool.release(request.blocks)
+        release(request.blocks)
         self._kv_tokens -= request.computed
-        request.blocks.clear()
+        request.blocks = []
         request.table = ()
         request.computed = 0
         request.running = False
@@ -506,9 +520,9 @@ class Scheduler:
     def _blocks_for(self, length: int) -> int:
         return -(-length // self.block_size)
 
-    def _between_steps(self) -> None:
-        if self._planned is not None:
-            raise RuntimeError("a step is planned and not committed yet")
+    def _none_in_flight(self) -> None:
+        if self._flights:
+            raise RuntimeError("a step is planned and not committed yet; commit it first")
 
     def _does_not_fit(self, length: int) -> str:
         return (

@@ -3,9 +3,9 @@
 from dataclasses import astuple
 
 from busload_runtime.contract import StepLaw
+from busload_runtime.engine.counters import Counters, Levels
 from busload_runtime.engine.messages import Stats
 from busload_runtime.engine.plan import Plan
-from busload_runtime.engine.scheduler import Counters, Levels
 
 
 class Statistics:

@@ -1,7 +1,8 @@
 """What the engine asks of an executor. `reference` is the oracle for all others; all run the same conformance tests."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from busload_runtime.engine.plan import Plan, Sampled
 
@@ -50,3 +51,32 @@ class Executor(Protocol):
 
         A chunk with `scoring` has one, too, with the log-probabilities of its targets; `NO_TOKEN` if it does not draw.
         """
+
+
+class Pending(Protocol):
+    """A step that was launched."""
+
+    def result(self) -> Sequence[Sampled]:
+        """Waits for the step to end; what `Executor.run` returns for its plan. Taken once, in the order of launches."""
+
+
+@dataclass(slots=True)
+class Computed:
+    """Implements `Pending` for a step that had ended when it was launched."""
+
+    sampled: Sequence[Sampled]
+
+    def result(self) -> Sequence[Sampled]:
+        return self.sampled
+
+
+@runtime_checkable
+class Overlapping(Protocol):
+    """What an executor has beside `Executor` if its steps run beside the caller: the engine then plans and launches a
+    step while the one before it runs."""
+
+    def launch(self, plan: Plan) -> Pending:
+        """Begins a step behind those launched before, each of which sees all that the ones before it wrote. Chunks may
+        have `PENDING` for the token that the step launched last draws for their request. `run` is `launch` and
+        `result`. All results are taken before `run`, `resize` and `reserve`, and that of a step that scores a prompt
+        before another `launch`."""

@@ -1,5 +1,8 @@
 """The GPU executor: a torch model whose operations are Triton kernels (busload_kernels.gpu).
 
+A step is launched without waiting for it: all its work is told to one stream of the device, in order, so each step sees
+what those before it wrote, their drawn tokens (`draw.DrawnTokens`) among it.
+
 On device `cpu` the same model runs on plain torch operations in fp32, to test it where there is no GPU.
 """
 
@@ -12,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from busload_runtime.engine.plan import Chunk, Plan, Sampled
-from busload_runtime.executors.contract import DeviceMemory
+from busload_runtime.executors.contract import Computed, DeviceMemory, Pending
 from busload_runtime.executors.errors import ExecutorError
 from busload_runtime.executors.plan_check import check_chunks
-from busload_runtime.executors.sampling import answers_of, masks_of, score_all, scored_rows
+from busload_runtime.executors.sampling import masks_of, scored_rows
 from busload_runtime.executors.torch_model import draw, loading
 from busload_runtime.executors.torch_model.device import Device, measure_copy_bandwidth, memory_enough, open_device
 from busload_runtime.executors.torch_model.graphs import (
@@ -27,6 +30,7 @@ from busload_runtime.executors.torch_model.graphs import (
 from busload_runtime.executors.torch_model.kv_cache import BLOCK_SIZE, CacheShape, DeviceCache, KvCache, new_cache
 from busload_runtime.executors.torch_model.loading import FLOATS, QUANTISED, Checkpoint, Placement
 from busload_runtime.executors.torch_model.ops import Tensor
+from busload_runtime.executors.torch_model.running import RunningStep
 from busload_runtime.executors.torch_model.step import Arrays, Staging, arrange, in_order, step_of, worst_case
 from busload_runtime.executors.torch_model.torch_ops import TorchOps
 from busload_runtime.executors.torch_model.triton_ops import TritonOps
@@ -50,7 +54,7 @@ class CudaOptions:
 
 
 class CudaExecutor:
-    """Implements `contract.Executor`."""
+    """Implements `contract.Executor` and `contract.Overlapping`."""
 
     def __init__(self, checkpoint: Checkpoint, options: CudaOptions = CudaOptions()) -> None:
         """Raises `ExecutorError` for a model that the kernels do not compute, a device that is not there or too small,
@@ -80,7 +84,7 @@ class CudaExecutor:
         self.copy_bandwidth = measure_copy_bandwidth(self._device.torch)
         self.device_memory = self._measure_memory()
         self._peaks: dict[tuple[int, int], int] = {}
-        self._cache, self._graphs = self._new_cache(1)
+        self._new_cache(1)
 
     def activation_bytes(self, token_budget: int, batch_size: int) -> int:
         """On a GPU measured, by a step of this size that writes nothing; on the CPU an upper bound by counting."""
@@ -93,7 +97,7 @@ class CudaExecutor:
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         # Arrays that are alive at once in `Decoder.logits`; dequantised copies of a matrix and of a request's cache.
         per_token = 4 * config.hidden_size + 3 * (q_size + kv_size) + 2 * config.ffn_size
-        logits = 3 * batch_size * config.vocab_size
+        logits = (3 + 2) * batch_size * config.vocab_size  # and copies of two steps for log-probabilities
         matrices = max(config.vocab_size, 2 * config.ffn_size, q_size + 2 * kv_size) * config.hidden_size
         scores = 3 * config.num_heads * token_budget * config.context_length
         cached = 6 * kv_size * config.context_length
@@ -103,18 +107,20 @@ class CudaExecutor:
         if isinstance(self._cache, DeviceCache):
             self._graphs.clear()  # they know the old addresses
             self._cache.close()
-        self._cache, self._graphs = self._new_cache(max(1, max_blocks))
+        self._new_cache(max(1, max_blocks))
 
-    def _new_cache(self, max_blocks: int) -> tuple[KvCache, DecodeGraphs]:
+    def _new_cache(self, max_blocks: int) -> None:
         # Sequences may share blocks, and so have more tokens than the pool; beyond this a step goes without a graph.
         tokens = 2 * max_blocks * BLOCK_SIZE
-        graphs = DecodeGraphs(
+        self._graphs = DecodeGraphs(
             self._decode,
             recorder(self._device.torch),
             self._device.torch,
             lambda bucket: self._ops.room(bucket, tokens, self.context_length),
         )
-        return new_cache(self._device.torch, self._cache_shape, max_blocks), graphs
+        self._cache = new_cache(self._device.torch, self._cache_shape, max_blocks)
+        # Each request that draws writes a block of its own.
+        self._drawn = draw.DrawnTokens(max_blocks, self._device.torch)
 
     def _split_bytes(self, batch: int) -> int:
         """What attention keeps between its launches for caches that fill the device, at most."""
@@ -150,24 +156,27 @@ class CudaExecutor:
         self._cache.resize(num_blocks)
 
     def run(self, plan: Plan) -> Sequence[Sampled]:
-        check_chunks(plan.chunks, self._cache.num_blocks, BLOCK_SIZE, self.vocab_size)
+        return self.launch(plan).result()
+
+    def launch(self, plan: Plan) -> Pending:
+        check_chunks(plan.chunks, self._cache.num_blocks, BLOCK_SIZE, self.vocab_size, self._drawn.places)
         masks = masks_of(plan, self.vocab_size)
         chunks = in_order(plan.chunks)
+        if not chunks:
+            return Computed([])
         ends = accumulate(len(chunk.tokens) for chunk in chunks)
         rows = [(chunk, end - 1) for chunk, end in zip(chunks, ends, strict=True) if chunk.sampling is not None]
         drawing = [chunk for chunk, _ in rows]
-        if not chunks:
-            return []
         with torch.inference_mode(), memory_enough(f"in a step of {plan.num_tokens} tokens"):
-            arrays = arrange(chunks, [row for _, row in rows] + scored_rows(chunks), BLOCK_SIZE)
+            wanted = [row for _, row in rows] + scored_rows(chunks)
+            arrays = arrange(chunks, wanted, BLOCK_SIZE, self._drawn.places)
             all_tokens, all_logits, tensors = self._step(arrays, drawing)
             tokens, logits, scored = all_tokens[: len(rows)], all_logits[: len(rows)], all_logits[len(rows) :]
             if draw.needs_shaping(drawing, masks):
                 draws = draw.draws_of(tensors, len(drawing))
                 tokens = draw.draw_shaped(logits, drawing, masks, draws, self._ops)
-            drawn = draw.sampled(drawing, tokens.tolist(), logits)
-            scores = score_all(chunks, (row.cpu().numpy() for row in scored))
-            return answers_of(plan, drawn, chunks, scores)
+            self._drawn.keep(drawing, tokens)
+            return RunningStep(plan, chunks, tokens, logits, scored)
 
     def logits(self, chunks: Sequence[Chunk], rows: Sequence[int]) -> NDArray[np.float32]:
         """Logits [len(rows), vocab] of a step's `rows` (indices of tokens over all chunks); nothing is drawn."""
@@ -197,7 +206,8 @@ class CudaExecutor:
         return *self._decode(tensors), tensors
 
     def _decode(self, tensors: dict[str, Tensor], cache: KvCache | None = None) -> tuple[Tensor, Tensor]:
-        logits = self._model.logits(step_of(tensors), cache or self._cache, self._ops)
+        known = self._drawn.put_in(tensors["tokens"], tensors["sources"])
+        logits = self._model.logits(step_of(tensors | {"tokens": known}), cache or self._cache, self._ops)
         return draw.draw(logits, draw.draws_of(tensors), self._ops), logits
 
     def _uploaded(self, arrays: Arrays) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ from hashing_executor import HashingExecutor
 
 from busload_runtime.contract import Pace
 from busload_runtime.engine.block_pool import Block, BlockPool
-from busload_runtime.engine.request import Output
+from busload_runtime.engine.request import Output, Request
 from busload_runtime.engine.scheduler import Scheduler
 from busload_runtime.engine.waiting import KEPT_ACCOUNTS
 
@@ -38,13 +38,16 @@ def check_scheduler(scheduler: Scheduler) -> None:
     for request in scheduler._running:
         assert request.table == tuple(block.block_id for block in request.blocks)
         assert len(set(request.table)) == len(request.table)
-        assert request.computed < len(request.tokens) <= request.max_length
+        assert len(request.tokens) <= request.max_length
+        # In a step in flight that cannot but be its last one, all of it is computed.
+        assert request.computed < len(request.tokens) or last_token_pending(scheduler, request)
         assert request.computed <= len(request.table) * size
         for index, block in enumerate(request.table):
             users.setdefault(block, []).append((index, tuple(request.tokens[: (index + 1) * size])))
+    held = Counter(block.block_id for flight in scheduler._flights for blocks in flight.held for block in blocks)
     for block in pool._blocks:
         holders = users.get(block.block_id, [])
-        assert block.users == len(holders), "a block is leaked or given away twice"
+        assert block.users == len(holders) + held[block.block_id], "a block is leaked or given away twice"
         if len(holders) > 1:
             assert len(set(holders)) == 1, "a block is shared by requests of different content"
             assert len(holders[0][1]) == (holders[0][0] + 1) * size, "a block is shared before it is full"
@@ -63,7 +66,12 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert (levels.running, levels.waiting) == (len(running), len(waiting))
     assert levels.queued_prompt_tokens == sum(len(request.tokens) for request in waiting)
     assert levels.kv_tokens == sum(request.computed for request in running)
-    assert levels.kv_blocks_free == pool.num_blocks - len(users)
+    assert levels.kv_blocks_free == pool.num_blocks - len(users.keys() | held.keys())
+
+
+def last_token_pending(scheduler: Scheduler, request: Request) -> bool:
+    end = request.computed + 1
+    return bool(scheduler._flights) and (end >= request.max_length or end > scheduler.capacity)
 
 
 def check_accounts(scheduler: Scheduler) -> None:

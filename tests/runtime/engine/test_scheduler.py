@@ -258,11 +258,10 @@ def test_misuse_is_an_error() -> None:
     with pytest.raises(ValueError, match="request id 1 is already in use"):
         scheduler.add(Request(1, [1], 2))
     plan = scheduler.plan(0.0)
-    with pytest.raises(RuntimeError, match="not committed"):
-        scheduler.plan(0.0)
-    with pytest.raises(RuntimeError, match="not committed"):
-        scheduler.abort(1)
-    with pytest.raises(ValueError, match="the plan made last"):
+    for late in (lambda: scheduler.resize(8), lambda: scheduler.decode_steps(1, 0.0)):
+        with pytest.raises(RuntimeError, match="not committed"):
+            late()
+    with pytest.raises(ValueError, match="the oldest plan that is not committed"):
         scheduler.commit(Plan(()), [])
     with pytest.raises(ValueError, match=r"drew tokens for requests \[7\], planned were \[1\]"):
         scheduler.commit(plan, [Sampled(7, 1)])

@@ -65,7 +65,7 @@ def test_a_prompt_beside_a_decode_gets_what_the_objective_leaves() -> None:
     for pace in (Pace(inter_token_latency=0.060), Pace(law=SLOW_PROMPTS), Pace()):
         scheduler.set_pace(pace)
         assert sizes(scheduler.plan(0.0)) == {0: 1, 1: 60}, "without objective or law it is not known"
-        scheduler._planned = None
+        scheduler._flights.clear()
 
 
 def test_when_decodes_take_all_the_time_one_block_of_prompt_moves_on() -> None:

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,29 @@ _FIELDS = {
 }
 NOT_FINITE = -1
 """In place of a token where the logits were not numbers."""
+
+
+class DrawnTokens:
+    """What the last step drew, where the next one finds it on the device: `table` [1 + rows] int32.
+
+    Place 0 holds a number below all tokens. So the larger of a known token and place 0 is the token, and the larger of
+    0 and another place is what was drawn there (0 for `NOT_FINITE`: the result of that step is an error anyway).
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self._table = torch.full((1 + rows,), -1, dtype=torch.int32, device=device)
+        self.places: dict[int, int] = {}
+        """Place of each request for which the last step drew."""
+
+    def keep(self, drawing: Sequence[Chunk], tokens: Tensor) -> None:
+        """`tokens` [rows] were drawn. No part of a recorded step, which is computed twice when it is recorded: the
+        second time it must find what the first one found."""
+        self._table[1 : 1 + len(drawing)].copy_(tokens)
+        self.places = {chunk.request_id: place for place, chunk in enumerate(drawing, 1)}
+
+    def put_in(self, tokens: Tensor, sources: Tensor) -> Tensor:
+        """`tokens` [T] with those that `step.arrange` left to be put in."""
+        return torch.maximum(tokens, self._table.index_select(0, sources))
 
 
 def draw_arrays(drawing: Sequence[Chunk], rows: int) -> Arrays:
@@ -76,25 +100,28 @@ def shape(row: Tensor, shaping: Shaping, history: "array[int]", num_drawn: int) 
     """`executors.sampling.shape` on a device, in place: only the tokens concerned travel."""
     if shaping.logit_bias:
         ids, biases = zip(*shaping.logit_bias, strict=True)
-        _update(row, ids, lambda x: x + torch.tensor(biases, dtype=torch.float64, device=row.device))
+        added = _moved(np.array(biases, np.float64), row.device)
+        _update(row, np.array(ids), lambda x: x + added)
     if not len(history):
         return
     tokens = np.frombuffer(history, np.intc)
     seen = np.unique(tokens)
     counts = np.bincount(tokens[len(tokens) - num_drawn :], minlength=int(seen[-1]) + 1)[seen]
-    penalties = torch.from_numpy(shaping.frequency_penalty * counts + shaping.presence_penalty * (counts > 0))
+    taken = _moved(shaping.frequency_penalty * counts + shaping.presence_penalty * (counts > 0), row.device)
     factor = shaping.repetition_penalty
-    _update(row, seen, lambda x: torch.where(x > 0, x / factor, x * factor) - penalties.to(row.device))
+    _update(row, seen, lambda x: torch.where(x > 0, x / factor, x * factor) - taken)
 
 
-def sampled(drawing: Sequence[Chunk], tokens: Sequence[int], logits: Tensor) -> list[Sampled]:
-    """The answers, with log-probabilities where asked. Raises `ExecutorError` at `NOT_FINITE`."""
+def sampled(
+    drawing: Sequence[Chunk], tokens: Sequence[int], logits: Mapping[int, NDArray[np.float32]]
+) -> list[Sampled]:
+    """The answers, with log-probabilities where asked, from `logits` by row. Raises `ExecutorError` at `NOT_FINITE`."""
     answers = []
     for row, (chunk, token) in enumerate(zip(drawing, tokens, strict=True)):
         if token == NOT_FINITE:
             raise ExecutorError(not_a_number(chunk))
         wanted = params_of(chunk).logprobs
-        logprobs = None if wanted is None else logprobs_of(logits[row].cpu().numpy(), token, wanted)
+        logprobs = None if wanted is None else logprobs_of(logits[row], token, wanted)
         answers.append(Sampled(chunk.request_id, token, logprobs))
     return answers
 
@@ -104,12 +131,18 @@ def params_of(chunk: Chunk) -> SamplingParams:
     return chunk.sampling
 
 
-def _update(row: Tensor, ids: Sequence[int] | NDArray[np.intc], change: Callable[[Tensor], Tensor]) -> None:
-    at = torch.as_tensor(np.asarray(ids, np.int64)).to(row.device)
+def _update(row: Tensor, ids: NDArray[Any], change: Callable[[Tensor], Tensor]) -> None:
+    at = _moved(ids.astype(np.int64), row.device)
     row[at] = change(row[at].double()).float()
 
 
 def _apply_mask(row: Tensor, mask: bytes) -> None:
-    packed = torch.frombuffer(bytearray(mask), dtype=torch.uint8).to(row.device)
+    packed = _moved(np.frombuffer(mask, np.uint8).copy(), row.device)
     bits = packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=row.device) & 1
     row.masked_fill_(bits.flatten()[: len(row)] == 0, -torch.inf)
+
+
+def _moved(values: NDArray[Any], device: torch.device) -> Tensor:
+    """On the device, without waiting for it: a copy from memory that is not pinned would."""
+    host = torch.from_numpy(values)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

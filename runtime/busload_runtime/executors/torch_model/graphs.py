@@ -46,6 +46,7 @@ def padded(arrays: Arrays, bucket: int, width: int) -> Arrays:
     tables[:rows, : arrays["decode_tables"].shape[1]] = arrays["decode_tables"]
     return {
         "tokens": grown("tokens"),
+        "sources": grown("sources"),
         "positions": grown("positions"),
         "slots": grown("slots", -1),
         "rows": np.arange(bucket, dtype=np.int32),
@@ -131,7 +132,8 @@ class DecodeGraphs:
 
     def run(self, bucket: int, arrays: Arrays) -> tuple[tuple[Tensor, ...], dict[str, Tensor]] | None:
         """Results and tensors of a step, whose arrays are `padded` to `bucket`; None when a list of work is longer than
-        the bucket has room for. What is returned is overwritten by the next step of this bucket."""
+        the bucket has room for. What is returned is overwritten by the next step: whoever wants it later tells the
+        device to copy it now."""
         room = self._room(bucket)
         if any(len(arrays[name]) > rows for name, rows in room.items()):
             return None
@@ -141,17 +143,11 @@ class DecodeGraphs:
                 name: ((room.get(name, len(array)), *array.shape[1:]), array.dtype) for name, array in arrays.items()
             }
             staging = Staging(shapes, self._device)
-            _fill(staging, arrays)
+            staging.fill(arrays)
             tensors = staging.device
             known = _Bucket(staging, self._record(lambda: self._compute(tensors)))
             self._buckets[bucket] = known
         else:
-            _fill(known.staging, arrays)
+            known.staging.fill(arrays)
         known.recorded.replay()
         return known.recorded.outputs, known.staging.device
-
-
-def _fill(staging: Staging, arrays: Arrays) -> None:
-    for name, array in arrays.items():
-        staging.host[name][: len(array)] = array
-    staging.upload()

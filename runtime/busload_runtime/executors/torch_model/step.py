@@ -7,18 +7,20 @@ to the device in one copy (`Staging`).
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-from busload_runtime.engine.plan import Chunk
+from busload_runtime.engine.plan import PENDING, Chunk
 
 Arrays: TypeAlias = dict[str, NDArray[Any]]
 
 _ALIGNMENT = 16
 """Bytes at whose multiples kernels want tensors to begin."""
+NOTHING_DRAWN: Mapping[int, int] = MappingProxyType({})
 _TORCH = {"i": torch.int32, "l": torch.int64, "f": torch.float32}
 
 
@@ -58,8 +60,13 @@ def in_order(chunks: Sequence[Chunk]) -> list[Chunk]:
     return sorted(chunks, key=lambda chunk: len(chunk.tokens) > 1)
 
 
-def arrange(chunks: Sequence[Chunk], rows: Sequence[int], block_size: int) -> Arrays:
-    """The arrays of `Step` for `chunks`, which are `in_order`; `rows` are the drawing tokens, counted over all."""
+def arrange(
+    chunks: Sequence[Chunk], rows: Sequence[int], block_size: int, drawn: Mapping[int, int] = NOTHING_DRAWN
+) -> Arrays:
+    """The arrays of `Step` for `chunks`, which are `in_order`; `rows` are the drawing tokens, counted over all.
+
+    Besides `sources` [T] int32: for a `PENDING` token its place in `draw.DrawnTokens`, by request in `drawn`, else 0.
+    """
     counts = [len(chunk.tokens) for chunk in chunks]
     starts = np.array([chunk.start for chunk in chunks], np.int32)
     lengths = starts + np.array(counts, np.int32)
@@ -74,8 +81,14 @@ def arrange(chunks: Sequence[Chunk], rows: Sequence[int], block_size: int) -> Ar
     first = np.cumsum([0, *counts])
     positions = starts[request] + (np.arange(first[-1]) - first[request]).astype(np.int32)
     blocks = tables[request, positions // block_size].astype(np.int64)
+    tokens = np.array([token for chunk in chunks for token in chunk.tokens], np.int32)
+    sources = np.zeros_like(tokens)
+    if drawn and (pending := tokens == PENDING).any():
+        sources[pending] = [drawn[chunk.request_id] for chunk in chunks if chunk.tokens[0] == PENDING]
+        tokens[pending] = 0
     return {
-        "tokens": np.array([token for chunk in chunks for token in chunk.tokens], np.int32),
+        "tokens": tokens,
+        "sources": sources,
         "positions": positions.astype(np.int32),
         "slots": blocks * block_size + positions % block_size,
         "rows": np.array(rows, np.int32),
@@ -109,8 +122,7 @@ def worst_case(tokens: int, batch: int, longest: int) -> list[Chunk]:
 class Staging:
     """Host arrays and device tensors of fixed shapes, by name, each side in one piece of memory: one copy moves all.
 
-    The host side is pinned where the device is a GPU, so that the copy runs beside the host's work; it must not be
-    written again before the copy is over (`upload` is ordered before what the device is told next).
+    The host side is pinned where the device is a GPU, so that the copy runs beside the host's work.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[tuple[int, ...], DTypeLike]], device: torch.device) -> None:
@@ -120,6 +132,7 @@ class Staging:
             size += -(-int(np.prod(shape)) * np.dtype(dtype).itemsize // _ALIGNMENT) * _ALIGNMENT
         self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._device = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
         self.host: Arrays = {}
         self.device: dict[str, torch.Tensor] = {}
         for name, (shape, dtype) in shapes.items():
@@ -131,10 +144,17 @@ class Staging:
     def of(cls, arrays: Arrays, device: torch.device) -> "Staging":
         """Filled with `arrays`, and uploaded."""
         staging = cls({name: (array.shape, array.dtype) for name, array in arrays.items()}, device)
-        for name, array in arrays.items():
-            staging.host[name][...] = array
-        staging.upload()
+        staging.fill(arrays)
         return staging
 
-    def upload(self) -> None:
+    def fill(self, arrays: Arrays) -> None:
+        """Puts arrays, which may be shorter, on the device: ordered before what the device is told next, and behind all
+        it was told before, so a step that is running keeps its own. Waits until the last copy has left the host side,
+        which it does when that step begins."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        for name, array in arrays.items():
+            self.host[name][: len(array)] = array
         self._device.copy_(self._host, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
