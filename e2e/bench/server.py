@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,13 +40,19 @@ class DidNotStart(RuntimeError):
 
 
 @contextmanager
-def serve(*flags: str, model: str = f"bundled:{MODEL}", executor: str = "cpu") -> Iterator[BusloadServer]:
-    """Serves `model` on 127.0.0.1 with further flags of `busload serve`. Raises `DidNotStart`."""
+def serve(
+    *flags: str, model: str = f"bundled:{MODEL}", executor: str = "cpu", environment: Mapping[str, str] | None = None
+) -> Iterator[BusloadServer]:
+    """Serves `model` on 127.0.0.1 with further flags of `busload serve` and, beside this process's environment, further
+    variables. Raises `DidNotStart`."""
     command = [sys.executable, "-m", "busload_operator.cli", "serve", "--port=0", f"--served-model-name={MODEL}"]
     with tempfile.TemporaryFile("w+") as log:
         begin = time.monotonic()
         process = subprocess.Popen(
-            [*command, f"--model={model}", f"--executor={executor}", *flags], stdout=subprocess.DEVNULL, stderr=log
+            [*command, f"--model={model}", f"--executor={executor}", *flags],
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            env=os.environ | (environment or {}),
         )
         try:
             url = _wait_for_url(process, log.fileno())
@@ -55,6 +61,14 @@ def serve(*flags: str, model: str = f"bundled:{MODEL}", executor: str = "cpu") -
             server.exit_code = _end(process)
         finally:
             _end(process)
+
+
+def spare_one_core() -> dict[str, str]:
+    """Environment of a server whose steps are compared with a law: its threads leave a core to HTTP and the client.
+
+    With a thread on every core, whoever else runs holds up a step as a whole.
+    """
+    return {"BUSLOAD_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1))}
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:

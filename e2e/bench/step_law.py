@@ -9,7 +9,8 @@ the batch goes through some sizes. Then come sizes between them that the fit has
 - step time: busy seconds per step of each unseen size, against the law at that size's batch, KV tokens and prompts;
 - capacity: tokens per second of a full batch with requests waiting, against the law's B / t(B).
 
-Bar: both within 10%. Nothing else may run on the machine while the runtime is measured.
+Bar: both within 10%. Nothing else may run on the machine while the runtime is measured; its engine leaves a core to
+HTTP and to the client.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from busload_runtime.bench.client import Client, Request, Target
 from busload_runtime.bench.loops import Ending, closed_loop
 from busload_runtime.bench.outcome import Outcome
 from busload_runtime.bench.prompts import PromptMaker
-from e2e.bench.server import BusloadServer, serve
+from e2e.bench.server import BusloadServer, serve, spare_one_core
 
 SCRAPES = (1.0, 15.0)
 """Seconds between two scrapes."""
@@ -221,8 +222,9 @@ _BATCH = 16
 
 def measured(fit_seconds: float, unseen_seconds: float) -> Run:
     """A server on this machine, with so many requests under way at once as each level says."""
-    flags = (f"--batch-size={_BATCH}", "--max-sequence-length=1024", "--token-budget=512")
-    with serve(*flags, "--max-queued-requests=1000", "--max-queued-tokens=1000000") as server:
+    flags = [f"--batch-size={_BATCH}", "--max-sequence-length=1024", "--token-budget=512"]
+    flags += ["--max-queued-requests=1000", "--max-queued-tokens=1000000"]
+    with serve(*flags, environment=spare_one_core()) as server:
         source = _requests(seed=99)
         fitted = [_level(server, source, level, fit_seconds) for level in FITTED_LEVELS]
         unseen = {f"{level} at once": _level(server, source, level, unseen_seconds) for level in UNSEEN_LEVELS}
