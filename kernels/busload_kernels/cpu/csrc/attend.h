@@ -86,13 +86,16 @@ void attend_segment(const typename Cache::Queries& rows, int segment, const Sums
 void finish(const AttendJob& job, const Sums& sums) {
   const int group = job.model->heads / job.model->kv_heads;
   const int dim = sums.dim, groups = dim / kGroup;
-  for (int token = 0; token < job.count; token++) {
-    float inverse[kAttendRows];
-    for (int head = 0; head < group; head++) inverse[head] = 1.f / sum(load(sums.mass(token * group + head)));
+  float inverse[kAttendRows];
+  for (int row = 0; row < job.count * group; row++) inverse[row] = 1.f / sum(load(sums.mass(row)));
+  int rows[kAttendRows * kMaxHeadDim / kGroup];  // of the groups of one token: looked up, as a division takes longer
+  for (int head = 0, i = 0; head < group; head++)
+    for (int g = 0; g < groups; g++) rows[i++] = head;
+  for (int token = 0; token < job.count; token++)
     quantise_row(group * groups, job.out, job.row + token, job.kv_head * group * groups, [&](int i) {
-      return mul(load(sums.out(token * group + i / dim) + i % dim), splat(inverse[i / dim]));
+      const int head = rows[i / kGroup], row = token * group + head;
+      return mul(load(sums.out(row) + i - head * dim), splat(inverse[row]));
     });
-  }
 }
 
 template <class Cache>

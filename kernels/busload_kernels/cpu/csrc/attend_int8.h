@@ -38,8 +38,9 @@ struct Int8Cache {
 
     explicit Queries(const AttendJob& job) : Rows(job) {
       const int dim = job.model->head_dim;
-      for (int r = 0; r < count; r++) {
-        const int64_t index = (int64_t)(job.row + r / group) * job.model->heads + job.kv_head * group + r % group;
+      for (int r = 0, token = 0, head = 0; r < count; r++) {
+        const int64_t index = (int64_t)(job.row + token) * job.model->heads + job.kv_head * group + head;
+        if (++head == group) head = 0, token++;
         for (int i = 0; i < dim / 4; i++)
           words[r / kRowsAtOnce][i][r % kRowsAtOnce] = DotKeys::word(job.queries.q + index * dim + 4 * i);
         scale[r] = job.queries.scale[index];

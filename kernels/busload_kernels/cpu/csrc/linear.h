@@ -1,9 +1,9 @@
 // Linear layers: rows of quantised activations times one unit (32 outputs) of packed weights.
 //
-// Per group of 32 inputs the integer dot product is exact; then sum = (dot * weight scale) * activation scale + sum, and
-// where weights have offsets sum = weight offset * activation offset + sum. The order is the same in every variant below,
-// so a row's result does not depend on how many other rows are in the step. Those two to four instructions for eight of
-// the dot product are the limit for many rows.
+// Per group of 32 inputs the integer dot product is exact; then sum = dot * weight scale * activation scale + sum (which two
+// are multiplied first is up to the instruction set), and where weights have offsets sum = weight offset * activation offset
+// + sum. The order is the same in every variant below, so a row's result does not depend on how many other rows are in the
+// step. Those two to four instructions for eight of the dot product are the limit for many rows.
 #pragma once
 #include <algorithm>
 
@@ -122,7 +122,7 @@ inline void block(const uint8_t* w, int64_t between, int64_t per_group, const Ac
       const SumScale weight_scale(Format::scale(w + t * between));
 #pragma GCC unroll 8
       for (int r = 0; r < Rows; r++)
-        result[r][t] = fma(weight_scale.times(Dot::total(dots[r][t])), splat(scale[r]), result[r][t]);
+        result[r][t] = weight_scale.add(result[r][t], Dot::total(dots[r][t]), scale[r]);
       if constexpr (Format::kOffset) {
         const F16 weight_offset = Format::offset(w + t * between);
 #pragma GCC unroll 8

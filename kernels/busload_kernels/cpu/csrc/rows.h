@@ -10,22 +10,30 @@ namespace {
 
 using namespace busload;
 
+#define BUSLOAD_INLINE __attribute__((always_inline))
+
 constexpr int kMaxHeadDim = 256;
 constexpr float kLog2E = 1.44269504f;
 
-// 2^x for -126 <= x <= 126. The fraction by the Taylor series of 2^f, |f| <= 1/2, up to f^6: relative error 2e-7.
-inline F16 exp2_within(F16 x) {
-  F16 whole = round_float(x), f = sub(x, whole);
-  F16 p = splat(1.5403530e-4f);
-  p = fma(p, f, splat(1.3333558e-3f));
-  p = fma(p, f, splat(9.6181291e-3f));
-  p = fma(p, f, splat(5.5504109e-2f));
-  p = fma(p, f, splat(2.4022651e-1f));
-  p = fma(p, f, splat(6.9314718e-1f));
-  p = fma(p, f, splat(1.f));
-  return times_power_of_two(p, whole);
+// 2^x for N vectors of -126 <= x <= 126. The fraction by the Taylor series of 2^f, |f| <= 1/2, up to f^6: relative error 2e-7.
+template <int N>
+inline void exp2_within(F16 (&x)[N]) {
+  constexpr float kTerms[] = {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.f};
+  F16 whole[N], p[N];
+#pragma GCC unroll 8
+  for (int k = 0; k < N; k++) whole[k] = round_float(x[k]), x[k] = sub(x[k], whole[k]), p[k] = splat(1.5403530e-4f);
+#pragma GCC unroll 8
+  for (const float term : kTerms)
+#pragma GCC unroll 8
+    for (int k = 0; k < N; k++) p[k] = fma(p[k], x[k], splat(term));
+#pragma GCC unroll 8
+  for (int k = 0; k < N; k++) x[k] = times_power_of_two(p[k], whole[k]);
 }
-inline F16 exp2_below(F16 x) { return exp2_within(max(x, splat(-126.f))); }  // x <= 126
+inline F16 exp2_below(F16 x) {  // x <= 126
+  F16 one[] = {max(x, splat(-126.f))};
+  exp2_within(one);
+  return one[0];
+}
 inline F16 exp2(F16 x) { return exp2_below(min(x, splat(126.f))); }
 
 // What four vectors are multiplied with so that the largest of each, if it is above 1e-30, becomes 127.
@@ -40,8 +48,7 @@ struct ToBytes {
 
 // The first `count` of four groups of 32, as two halves each, to int8 with one scale each. They go to `index` in the arrays
 // of `out`, the next `step` further. Four, as what is found across the lanes of a vector is found for four at once.
-inline void quantise_groups(const F16 (&low)[4], const F16 (&high)[4], const Activations out, int64_t index, int64_t step,
-                            int count) {
+inline void quantise_groups(const F16* low, const F16* high, const Activations out, int64_t index, int64_t step, int count) {
   F16 size[4];
   I16 total[4];
 #pragma GCC unroll 4
@@ -69,8 +76,7 @@ inline void quantise_groups(const F16 (&low)[4], const F16 (&high)[4], const Act
 // Consecutive groups of one row, from `first` on: value(i) is sixteen of their values from i on.
 template <class Value>
 inline void quantise_row(int groups, const Activations& out, int64_t row, int first, Value value) {
-  for (int g = 0; g < groups; g += 4) {
-    const int count = groups - g < 4 ? groups - g : 4;
+  const auto some = [&](int g, int count) BUSLOAD_INLINE {
     F16 low[4], high[4];
 #pragma GCC unroll 4
     for (int k = 0; k < 4; k++) {
@@ -78,7 +84,10 @@ inline void quantise_row(int groups, const Activations& out, int64_t row, int fi
       high[k] = k < count ? value((g + k) * kGroup + 16) : splat(0);
     }
     quantise_groups(low, high, out, out.index(row, first + g), out.stride, count);
-  }
+  };
+  int g = 0;
+  for (; g + 4 <= groups; g += 4) some(g, 4);  // a known count leaves no branch between the four
+  if (g < groups) some(g, groups - g);
 }
 
 // 1 / sqrt(mean(x^2) + eps), Zhang and Sennrich 2019.
@@ -102,27 +111,46 @@ void norm_add(float* x, const float* y, const float* weight, float eps, int cols
   for (int i = 0; i < cols; i += 16) store(x + i, fma(mul(load(y + i), factor), load(weight + i), load(x + i)));
 }
 
-inline F16 sigmoid(F16 x) { return reciprocal(add(splat(1.f), exp2(mul(x, splat(-kLog2E))))); }
-
 // x * sigmoid(x) (SwiGLU, Shazeer 2020), or GELU in its tanh form, which is x * sigmoid(2 u) (Hendrycks and Gimpel 2016).
-inline F16 activate(F16 x, int activation) {
-  if (activation == BL_SILU) return mul(x, sigmoid(x));
-  F16 u = mul(x, fma(mul(x, x), splat(2 * 0.7978845608f * 0.044715f), splat(2 * 0.7978845608f)));
-  return mul(x, sigmoid(u));
+template <int N>
+inline void activate(F16 (&x)[N], int activation) {
+  F16 e[N];
+#pragma GCC unroll 8
+  for (int k = 0; k < N; k++) e[k] = mul(x[k], splat(-kLog2E));
+  if (activation == BL_GELU_TANH) {
+#pragma GCC unroll 8
+    for (int k = 0; k < N; k++)
+      e[k] = mul(e[k], fma(mul(x[k], x[k]), splat(2 * 0.7978845608f * 0.044715f), splat(2 * 0.7978845608f)));
+  }
+#pragma GCC unroll 8
+  for (int k = 0; k < N; k++) e[k] = max(min(e[k], splat(126)), splat(-126));
+  exp2_within(e);
+#pragma GCC unroll 8
+  for (int k = 0; k < N; k++) x[k] = mul(x[k], reciprocal(add(splat(1), e[k])));
 }
 
 void gate(const float* gate_up, int rows, int activation, const Activations& out, int group) {
-  for (int r = 0; r < rows; r += 4) {
-    const int count = rows - r < 4 ? rows - r : 4;
-    F16 low[4], high[4];
+  const auto some = [&](int first_row, int count) BUSLOAD_INLINE {
+    F16 hidden[8];  // the first half of four rows, then the second
+#pragma GCC unroll 8
+    for (int first = 0; first < 8; first += kChains) {
+      F16 part[kChains];
+      const float* from[kChains];
 #pragma GCC unroll 4
-    for (int k = 0; k < 4; k++) {
-      const float* row = gate_up + (r + k) * 2 * kUnitRows;
-      low[k] = k < count ? mul(activate(load(row), activation), load(row + 32)) : splat(0);
-      high[k] = k < count ? mul(activate(load(row + 16), activation), load(row + 48)) : splat(0);
+      for (int k = 0; k < kChains; k++) {
+        const int row = (first + k) % 4;
+        from[k] = gate_up + (first_row + (row < count ? row : 0)) * 2 * kUnitRows + (first + k) / 4 * 16;
+        part[k] = load(from[k]);
+      }
+      activate(part, activation);
+#pragma GCC unroll 4
+      for (int k = 0; k < kChains; k++) hidden[first + k] = mul(part[k], load(from[k] + kUnitRows));
     }
-    quantise_groups(low, high, out, out.index(r, group), 1, count);
-  }
+    quantise_groups(hidden, hidden + 4, out, out.index(first_row, group), 1, count);
+  };
+  int r = 0;
+  for (; r + 4 <= rows; r += 4) some(r, 4);
+  if (r < rows) some(r, rows - r);
 }
 
 // Dimension i turns with i + head_dim / 2 (Su et al. 2021), after the optional norm.

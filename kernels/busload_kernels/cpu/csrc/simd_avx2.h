@@ -9,8 +9,10 @@ struct F16 { __m256 a, b; };    // 16 floats
 struct I16 { __m256i a, b; };   // 16 int32
 struct Line { __m256i a, b; };  // 8 outputs x 4 inputs each
 
-// 4 rows x 16 outputs are 8 of 16 registers; more rows spill.
-constexpr int kWideRows = 4, kWideTiles = 1, kDirectRows = 4;
+// 3 rows x 16 outputs are 6 of 16 registers, their sums over one group 6 more: a fourth row would spill. Few rows wait for
+// memory anyhow.
+constexpr int kWideRows = 3, kWideTiles = 1, kDirectRows = 4;
+constexpr int kChains = 2;  // vectors that go through the gate side by side
 // Attention: queries at once, and how many times 16 keys or dims.
 constexpr int kRowsAtOnce = 4, kScoreParts = 1, kValueParts = 1;
 
@@ -101,6 +103,8 @@ inline __m256 times_power(__m256 v, __m256i whole) {
   return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(v), _mm256_slli_epi32(whole, 23)));
 }
 inline F16 times_power(F16 v, Split s) { return {times_power(v.a, s.whole.a), times_power(v.b, s.whole.b)}; }
+// 2^fraction is 1 + fraction * (... of these, the last one first): the minimax fit.
+constexpr float kExp2Terms[] = {6.93124175e-1f, 2.40240991e-1f, 5.59064262e-2f, 9.58285294e-3f};
 inline I16 add_int(I16 x, I16 y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 inline I16 splat_int(int32_t v) { return {_mm256_set1_epi32(v), _mm256_set1_epi32(v)}; }
 inline I16 count_up(int32_t first) {
@@ -161,7 +165,8 @@ constexpr int32_t kSumStart = 0;
 struct SumScale {
   F16 factor;
   explicit SumScale(F16 scale) : factor(scale) {}
-  F16 times(I16 sum) const { return mul(to_float(sum), factor); }
+  // The product of the scales does not wait for the sum.
+  F16 add(F16 result, I16 sum, float scale) const { return fma(to_float(sum), mul(factor, splat(scale)), result); }
 };
 // A nibble times a signed byte, eight pairs a group: at most 8 * 2 * 15 * 127 = 30480, which 16 bits hold. So the sum of
 // a group needs one widening at its end.

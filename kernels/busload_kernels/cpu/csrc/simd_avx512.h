@@ -11,6 +11,9 @@ using Line = __m512i;
 
 // Rows and tiles of the large-batch kernel: 6 x 2 accumulators and as many sums are 24 of 32 registers.
 constexpr int kWideRows = 6, kWideTiles = 2, kDirectRows = 8;
+// Vectors that go through the gate side by side: a core looks only so far ahead, and one long chain of instructions after the
+// other would fill that with instructions that wait.
+constexpr int kChains = 4;
 // Attention: queries at once, and how many times 16 keys or dims.
 constexpr int kRowsAtOnce = 8, kScoreParts = 2, kValueParts = 2;
 
@@ -59,13 +62,12 @@ inline F16 to_float(I16 v) { return _mm512_cvtepi32_ps(v); }
 inline I16 round_int(F16 v) { return _mm512_cvtps_epi32(v); }
 inline F16 round_float(F16 v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline F16 times_power_of_two(F16 v, F16 whole) { return _mm512_scalef_ps(v, whole); }
-// x <= 0 as whole + fraction, |fraction| <= 1/2; `times_power` multiplies with 2^whole.
-struct Split { F16 fraction, whole; };
-inline Split split(F16 x) {
-  const F16 fraction = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  return {fraction, _mm512_sub_ps(x, fraction)};
-}
-inline F16 times_power(F16 v, Split s) { return _mm512_scalef_ps(v, s.whole); }
+// x <= 0 as a whole number and a fraction from 0 to 1; `times_power` multiplies with 2^whole (vscalefps takes the floor of x).
+struct Split { F16 fraction, x; };
+inline Split split(F16 x) { return {_mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC), x}; }
+inline F16 times_power(F16 v, Split s) { return _mm512_scalef_ps(v, s.x); }
+// 2^fraction is 1 + fraction * (... of these, the last one first): the minimax fit.
+constexpr float kExp2Terms[] = {6.930448450e-1f, 2.412802038e-1f, 5.224247629e-2f, 1.342668301e-2f};
 inline I16 add_int(I16 a, I16 b) { return _mm512_add_epi32(a, b); }
 inline I16 splat_int(int32_t v) { return _mm512_set1_epi32(v); }
 inline I16 count_up(int32_t first) {
@@ -101,14 +103,17 @@ inline int32_t load_word(const void* p) {
 // the sum. Wide tiles hold lines as `widen` makes them, for the steps of Wide.
 //
 // Sums start from the bits of 1.5 * 2^23, as a float which has no fraction bits: so the float of a sum's bits is its value more
-// than that, and one fma both converts and scales it. c is exact, scales have 11 bits (or a few more): what `times` returns
+// than that, and one fma both converts and scales it. c is exact, scales have 11 bits (or a few more): what that fma returns
 // is the product, rounded once.
 constexpr float kSumStartFloat = 12582912.f;
 constexpr int32_t kSumStart = 0x4b400000;
 struct SumScale {
   F16 factor, start;
   explicit SumScale(F16 scale) : factor(scale), start(_mm512_mul_ps(scale, _mm512_set1_ps(-kSumStartFloat))) {}
-  F16 times(I16 sum) const { return _mm512_fmadd_ps(_mm512_castsi512_ps(sum), factor, start); }
+  // result + sum * factor * scale
+  F16 add(F16 result, I16 sum, float scale) const {
+    return fma(fma(_mm512_castsi512_ps(sum), factor, start), splat(scale), result);
+  }
 };
 struct DotNibbles {  // line 0..15, activations signed
   using Wide = DotNibbles;

@@ -12,6 +12,7 @@ struct I16 { int32_t v[16]; };
 struct Line { uint8_t v[64]; };
 
 constexpr int kWideRows = 2, kWideTiles = 1, kDirectRows = 2;
+constexpr int kChains = 1;  // vectors that go through the gate side by side
 // Attention: queries at once, and how many times 16 keys or dims.
 constexpr int kRowsAtOnce = 2, kScoreParts = 1, kValueParts = 1;
 
@@ -101,6 +102,8 @@ inline Split split(F16 x) {
   return {sub(within, whole), whole};
 }
 inline F16 times_power(F16 v, Split s) { return times_power_of_two(v, s.whole); }
+// 2^fraction is 1 + fraction * (... of these, the last one first): the minimax fit.
+constexpr float kExp2Terms[] = {6.93124175e-1f, 2.40240991e-1f, 5.59064262e-2f, 9.58285294e-3f};
 inline int32_t sum_int(I16 x) {
   int32_t total = 0;
   for (int32_t value : x.v) total += value;
@@ -158,7 +161,7 @@ constexpr int32_t kSumStart = 0;
 struct SumScale {
   F16 factor;
   explicit SumScale(F16 scale) : factor(scale) {}
-  F16 times(I16 sum) const { return mul(to_float(sum), factor); }
+  F16 add(F16 result, I16 sum, float scale) const { return fma(to_float(sum), mul(factor, splat(scale)), result); }
 };
 template <class Byte, class Activation, int Bias>
 struct DotPlain {

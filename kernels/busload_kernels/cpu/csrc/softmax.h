@@ -23,14 +23,13 @@ struct Sums {
   }
 };
 
-// 2^x for x <= 0, relative error 3e-6 (weights are rounded to bytes), exact at 0. The polynomial is the minimax fit of
-// 2^f, |f| <= 1/2, with a constant of 1.
+// 2^x for x <= 0, relative error 3e-6 (weights are rounded to bytes), exact at 0.
 inline F16 exp2_weight(F16 x) {
   const Split s = split(x);
-  F16 p = splat(9.58285294e-3f);
-  p = fma(p, s.fraction, splat(5.59064262e-2f));
-  p = fma(p, s.fraction, splat(2.40240991e-1f));
-  p = fma(p, s.fraction, splat(6.93124175e-1f));
+  F16 p = splat(kExp2Terms[3]);
+  p = fma(p, s.fraction, splat(kExp2Terms[2]));
+  p = fma(p, s.fraction, splat(kExp2Terms[1]));
+  p = fma(p, s.fraction, splat(kExp2Terms[0]));
   p = fma(p, s.fraction, splat(1.f));
   return times_power(p, s);
 }
