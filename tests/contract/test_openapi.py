@@ -1,8 +1,10 @@
 """The OpenAPI document says what the server does: its routes, its answers, its statuses."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import jsonschema
 import msgspec
 import pytest
 from live_server import BUNDLED, LiveServer, events
@@ -24,11 +26,19 @@ ANSWERS: list[tuple[str, str, Any, type]] = [
     ("GET", "/health/live", None, responses.Health),
     ("GET", "/openapi.json", None, responses.Document),
     ("GET", "/v1/embeddings", None, responses.Error),
+    ("OPTIONS", "/v1/chat/completions", None, responses.Error),
+    ("POST", "/v1/completions", {}, responses.Error),
+    ("POST", "/v1/completions", [], responses.Error),
+    ("POST", "/v1/chat/completions", {"messages": [{"role": "user"}]}, responses.Error),
+    ("POST", "/v1/chat/completions", {**CHAT, "n_predict": 1}, responses.Error),
     ("GET", "/v1/completions", None, responses.Error),
     ("POST", "/v1/completions", {"prompt": ""}, responses.Error),
     ("POST", "/v1/completions", {"prompt": "x", "model": "other"}, responses.Error),
     ("POST", "/v1/completions", {"prompt": "x" * 2_000_000}, responses.Error),
 ]
+
+
+STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 429, 431, 500, 503)
 
 
 def exactly(content: Any, kind: type) -> None:
@@ -79,10 +89,31 @@ def test_events_of_a_stream_are_of_the_declared_type(
     assert kind.__name__ in str(content["schema"]["properties"]["data"])
 
 
+def examples(document: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Path, name and value of each."""
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            for media in operation.get("requestBody", {}).get("content", {}).values():
+                assert media["examples"], path
+                yield from ((path, name, example["value"]) for name, example in media["examples"].items())
+
+
+def test_examples_are_answered_as_declared(server: LiveServer, document: dict[str, Any]) -> None:
+    found = list(examples(document))
+    assert {path for path, _, _ in found} == {path for path, all_of in document["paths"].items() if "post" in all_of}
+    for path, name, body in found:
+        response = server.http.post(path, json=body)
+        assert response.status_code == 200, (path, name, response.text)
+        operation = document["paths"][path]["post"]
+        jsonschema.validate(body, {**operation["requestBody"]["content"]["application/json"]["schema"], **document})
+        if body.get("stream"):
+            assert list(events(response))[-1] == "[DONE]"
+
+
 def test_generation_declares_every_status_that_it_may_have(document: dict[str, Any]) -> None:
     for path in ("/v1/chat/completions", "/v1/completions"):
         declared = document["paths"][path]["post"]["responses"]
-        assert set(declared) == {"200", "400", "401", "404", "405", "408", "413", "429", "500", "503"}
+        assert set(declared) == {str(status) for status in STATUSES}
         for status in ("429", "503"):
             assert "Retry-After" in declared[status]["headers"]
     assert "499" in document["info"]["description"]

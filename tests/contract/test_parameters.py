@@ -132,6 +132,66 @@ def test_a_penalty_is_taken_off_the_logit_of_what_was_drawn(
     assert text(1.5) == text(2) == " little man"
 
 
+def test_a_frequency_penalty_counts_and_a_presence_penalty_does_not(client: openai.OpenAI, server: LiveServer) -> None:
+    """`second` is behind `first` by a margin at the second place and by another at the third, where `first` was drawn
+    twice: a penalty below both margins, and above half of the later one, passes it only if it counts. Behind a prompt
+    that repeats itself the margins hardly change."""
+    first, second = (server.http.post("/tokenize", json={"prompt": w}).json()["tokens"][0] for w in (" little", " man"))
+    prompt = server.http.post("/tokenize", json={"prompt": PROMPT + " little" * 12}).json()["tokens"]
+
+    def lead(tokens: list[int]) -> float:
+        def logprob(token: int) -> float:
+            forced = complete(client, prompt=tokens, max_tokens=1, logprobs=0, logit_bias={str(token): 100})
+            value: float = forced.choices[0].logprobs.token_logprobs[0]
+            return value
+
+        return logprob(first) - logprob(second)
+
+    leads = [lead([*prompt, *[first] * drawn]) for drawn in range(3)]
+    growth = leads[2] - leads[1]
+    margin = 2.0
+    penalty = 0.9 * min(margin, margin + growth)
+    print(f"leads {leads}, penalty {penalty}")
+    assert 2 * penalty > 1.1 * (margin + growth) > 0, "choose other words: the lead grows too fast"
+    assert leads[0] > leads[1] - margin + 0.1, "choose other words: the first must win at the first place"
+    bias = {str(first): 50, str(second): 50 + leads[1] - margin}
+
+    def text(**penalties: float) -> str:
+        drawn: str = complete(client, prompt=prompt, max_tokens=3, logit_bias=bias, **penalties).choices[0].text
+        return drawn
+
+    assert text() == text(presence_penalty=penalty) == " little little little"
+    assert text(frequency_penalty=penalty) == " little little man"
+
+
+NARROW: dict[str, Any] = {
+    "top_k": 1,
+    "top_p": 1e-9,
+    "min_p": 1,
+    "temperature": 1e-12,
+    "a temperature whose inverse is no float": {"temperature": 1e-40},
+    "the least temperature": {"temperature": 5e-324},
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_a_draw_from_one_token_is_greedy(client: openai.OpenAI, name: str) -> None:
+    narrow = NARROW[name] if isinstance(NARROW[name], dict) else {name: NARROW[name]}
+    greedy = complete(client).choices[0].text
+    for seed in range(4):
+        sampling: dict[str, Any] = {"temperature": 1.5, "seed": seed, **narrow}
+        assert complete(client, extra_body=sampling).choices[0].text == greedy
+    assert {complete(client, temperature=1.5, seed=seed).choices[0].text for seed in range(4)} != {greedy}
+
+
+def test_a_stop_token_ends_the_text_and_is_not_in_it(client: openai.OpenAI, server: LiveServer) -> None:
+    (token,) = server.http.post("/tokenize", json={"prompt": " blue"}).json()["tokens"]
+    bias = {str(token): 100}
+    (choice,) = complete(client, logit_bias=bias, extra_body={"stop_token_ids": [token]}).choices
+    assert (choice.text, choice.finish_reason) == ("", "stop")
+    assert complete(client, logit_bias=bias, max_tokens=2).choices[0].text == " blue blue"
+
+
 IGNORED: dict[str, Any] = {
     "user": "somebody",
     "metadata": {"a": "b"},
@@ -157,13 +217,22 @@ REFUSED: dict[str, Any] = {
     "audio": {"voice": "alloy", "format": "mp3"},
     "web_search_options": {},
     "prediction": {"type": "content", "content": "x"},
+    "best_of": 2,
+    "suffix": "x",
+    "continue_final_message": True,
+    "chat_template_kwargs": {"enable_thinking": False},
+    "include_stop_str_in_output": True,
+    "skip_special_tokens": False,
+    "allowed_token_ids": [5],
+    "n_predict": 5,
+    "grammar": "root ::= [a-z]",
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_change_the_answer_is_refused_by_name(client: openai.OpenAI, name: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        chat(client, max_tokens=1, **{name: REFUSED[name]})
+        chat(client, max_tokens=1, extra_body={name: REFUSED[name]})
     assert (caught.value.param, caught.value.code) == (name, "unsupported_parameter")
 
 
@@ -173,7 +242,7 @@ def test_errors_reach_the_client_with_code_and_parameter(client: openai.OpenAI) 
     assert (too_long.value.code, too_long.value.param) == ("context_length_exceeded", "prompt")
     with pytest.raises(openai.BadRequestError) as wrong:
         complete(client, temperature=3)
-    assert wrong.value.param == "temperature"
+    assert (wrong.value.code, wrong.value.param) == ("invalid_value", "temperature")
     with pytest.raises(openai.NotFoundError) as absent:
         complete(client, model="gpt-5")
     assert (absent.value.code, absent.value.param) == ("model_not_found", "model")

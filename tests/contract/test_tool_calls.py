@@ -90,9 +90,18 @@ def test_calls_go_back_into_the_prompt(speaker: LiveServer) -> None:
     body = {"tools": TOOLS, "tool_choice": "required"}
     message = chat(speaker, **body).json()["choices"][0]["message"]
     results = [{"role": "tool", "tool_call_id": call["id"], "content": "rain"} for call in message["tool_calls"]]
-    answer = chat(speaker, messages=[*ASK, message, *results], tools=TOOLS, max_tokens=5)
+    told = [*ASK, message, *results]
+    answer = chat(speaker, messages=told, tools=TOOLS, max_tokens=5)
     assert answer.status_code == 200, answer.text
-    assert answer.json()["usage"]["prompt_tokens"] > chat(speaker, max_tokens=1).json()["usage"]["prompt_tokens"]
+    tokens = speaker.http.post("/tokenize", json={"messages": told, "tools": TOOLS}).json()["tokens"]
+    assert answer.json()["usage"]["prompt_tokens"] == len(tokens)
+    prompt = speaker.http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+    written = 1 if "Respond with" in prompt else len(results)  # Llama's template shows the first call alone
+    end = prompt.partition(ASK[0]["content"])[2]
+    for call in message["tool_calls"][:written]:
+        assert f'"name": "{call["function"]["name"]}"' in end
+        assert json.dumps(json.loads(call["function"]["arguments"])) in end
+    assert end.count("rain") == len(results)
 
 
 def test_without_parallel_calls_there_is_one(hermes: LiveServer) -> None:
@@ -137,16 +146,20 @@ def test_a_cut_call_says_length(hermes: LiveServer) -> None:
 
 
 def test_an_answer_is_calls_or_follows_the_response_format(hermes: LiveServer) -> None:
+    """A bias chooses how it begins."""
     reply = {"type": "json_schema", "json_schema": {"name": "r", "schema": {"const": "fine"}}}
-    seen = set()
-    for seed in range(12):
-        (choice,) = chat(hermes, tools=TOOLS, response_format=reply, seed=seed, temperature=1.5).json()["choices"]
-        seen.add(choice["finish_reason"])
-        if choice["finish_reason"] == "tool_calls":
-            check_calls(choice["message"]["tool_calls"])
-        else:
-            assert choice["message"]["content"] == '"fine"'
-    assert seen <= {"tool_calls", "stop"}
+    for begin in ("<", '"'):
+        (token,) = hermes.http.post("/tokenize", json={"prompt": begin}).json()["tokens"]
+        for seed in range(4):
+            body = {"tools": TOOLS, "response_format": reply, "seed": seed, "logit_bias": {str(token): 100}}
+            (choice,) = chat(hermes, **body).json()["choices"]
+            if begin == "<":
+                assert choice["finish_reason"] == "tool_calls"
+                assert choice["message"]["content"] is None
+                check_calls(choice["message"]["tool_calls"])
+            else:
+                assert (choice["message"]["content"], choice["finish_reason"]) == ('"fine"', "stop")
+                assert "tool_calls" not in choice["message"]
 
 
 @pytest.mark.parametrize(
@@ -154,6 +167,10 @@ def test_an_answer_is_calls_or_follows_the_response_format(hermes: LiveServer) -
     [
         ({"tools": [{**WEATHER, "type": "web"}]}, "tools[0].type", "web"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "regex"),
+        ({"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)]}, "tools", "128"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "required"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type", "custom"),
+        ({"tools": [NOW], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", "allowed_tools"),
         ({"tools": [NOW, NOW]}, "tools", "two tools are named 'now'"),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "rm"}}}, "tool_choice", "'rm'"),

@@ -30,10 +30,14 @@ class ChatTemplate:
         self._special_tokens = special_tokens
         environment = _environment()
         names: set[str] = set()
+        self.words: frozenset[str] = frozenset()
+        """Texts that the template compares with or writes, the names of its roles among them."""
         try:
             self._template = None if source is None else environment.from_string(source)
             if source is not None:
-                names = {name.name for name in environment.parse(source).find_all(nodes.Name)}
+                parsed = environment.parse(source)
+                names = {name.name for name in parsed.find_all(nodes.Name)}
+                self.words = frozenset(c.value for c in parsed.find_all(nodes.Const) if isinstance(c.value, str))
         except (TemplateError, RecursionError, SyntaxError, MemoryError) as error:
             raise ModelError(f"{file}: tokenizer.chat_template is not a Jinja template: {_line(error)}") from None
 

@@ -4,10 +4,11 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from busload_runtime.contract import Limits
 from busload_runtime.engine.messages import Stats
-from busload_runtime.server.errors import ApiError, RefusalReason, invalid
+from busload_runtime.server.errors import ApiError, invalid
 from busload_runtime.server.service_rate import ServiceRate
 from busload_runtime.server.tenants import ANYBODY, Tenant
 
@@ -210,5 +211,7 @@ class Admission:
         held.weight = tenant.weight
         return held
 
-    def _full(self, what: str, tenant: Tenant, reason: RefusalReason = "queue_full") -> ApiError:
+    def _full(
+        self, what: str, tenant: Tenant, reason: Literal["queue_full", "tenant_limit"] = "queue_full"
+    ) -> ApiError:
         return ApiError(429, f"queue full: {what}", code=reason, reason=reason, retry_after=self.retry_after(tenant))

@@ -79,7 +79,7 @@ async def told(service: Service, request: Request, work: Awaitable[Response]) ->
     try:
         return await work
     except ApiError as error:
-        trace.reason = error.code or error.reason or "error"
+        trace.reason = error.code
         if error.reason is not None:
             service.metrics.refused(error.reason)
         raise
@@ -120,6 +120,7 @@ class _Call(Generic[Body]):
             receive = self.request.receive
             prompts = await until_disconnect(receive, self._tokenise(body, text))
             grammar = await until_disconnect(receive, self.endpoint.constrain(body, text, self.service.grammars.check))
+            self.generation.grammar_param = body.grammar_param()
             self._submit(body, prompts, text, ready, grammar)
             if not body.stream:
                 return await until_disconnect(receive, self._whole(body))

@@ -45,7 +45,7 @@ class ApiKeys:
         """Whose key the value of an Authorization header carries. Raises `ApiError` 401."""
         if authorization is None or authorization[: len(_SCHEME)].lower() != _SCHEME:
             raise _unauthorized("this server needs an API key; send it as: Authorization: Bearer KEY")
-        key = authorization[len(_SCHEME) :].strip().encode("utf-8", "surrogateescape")
+        key = authorization[len(_SCHEME) :].strip().encode("latin-1", "replace")  # the bytes that came
         digest, found = hashlib.sha256(key).digest(), None
         for known, tenant in self.entries:  # all of them, so that the time does not tell which one it was
             if hmac.compare_digest(known, digest):

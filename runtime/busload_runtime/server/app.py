@@ -112,7 +112,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         response = ApiError(405, f"{path} takes {allowed}, not {method}", code="method_not_allowed").response()
         response.headers["allow"] = allowed
         return response
-    return ApiError(error.status_code, str(error.detail)).response()
+    return ApiError(error.status_code, str(error.detail), code="invalid_http").response()
 
 
 async def _on_crash(request: Request, error: Exception) -> Response:

@@ -31,10 +31,19 @@ class BodyReader:
 
     async def read(self, request: Request, limit: int, seconds: float = math.inf) -> bytes:
         """The body. Raises `ApiError`: 413 when it is larger than `limit` bytes, before anything of it is parsed; 408
-        when it takes longer than `seconds`, or than any body may, or when its room is needed; 503 when it was hurried.
+        when it takes longer than `seconds`, or than any body may, or when its room is needed; 415 when it is
+        compressed; 503 when it was hurried.
         """
+        if (encoding := request.headers.get("content-encoding", "identity")).lower() != "identity":
+            raise ApiError(
+                415,
+                f"the body has Content-Encoding {encoding[:40]!r}; this server reads none: send it uncompressed",
+                code="unsupported_content_encoding",
+                reason="invalid",
+            )
         declared = request.headers.get("content-length", "")
-        size = int(declared) if declared.isdecimal() else 0
+        digits = declared.lstrip("0")  # any number of them is allowed, and Python reads 4300
+        size = int(digits) if digits.isdecimal() else 0
         chunks: list[bytes] = []
         seconds = min(max(seconds, 0.0), self._seconds)
         timer = asyncio.timeout(seconds)

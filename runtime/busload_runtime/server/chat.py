@@ -14,6 +14,8 @@ from busload_runtime.server.sampling import check_length
 from busload_runtime.server.tokenise import Admit, PromptEncoder
 from busload_runtime.server.tools import calls_of, chat_grammar, rendered_calls, rendered_tools
 
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
 
 async def _tokenise(body: ChatRequest, text: PromptEncoder, limit: int, admit: Admit) -> list[list[int]]:
     tools = rendered_tools(body, text.model)
@@ -34,18 +36,25 @@ def plain_messages(messages: list[Message], model: TextModel) -> list[dict[str, 
 
 def _plain(message: Message, model: TextModel, position: int) -> dict[str, Any]:
     """The message with its content as one string, which every chat template understands."""
-    content = message.content
+    param, content = f"messages[{position}]", message.content
+    if message.role not in _ROLES and message.role not in model.chat.words:
+        raise invalid(
+            f"{param}.role {message.role!r} is none that this model knows; give one of {', '.join(_ROLES)}",
+            f"{param}.role",
+        )
+    if content is None and message.role != "assistant":
+        raise invalid(f"{param}.content is required of a message of role {message.role!r}", f"{param}.content")
     if isinstance(content, list):
         for i, part in enumerate(content):
-            param = f"messages[{position}].content[{i}]"
+            place = f"{param}.content[{i}]"
             if part.type == "text" and part.text is None:
-                raise invalid(f"{param} is a text part without text; give text or leave it out", f"{param}.text")
+                raise invalid(f"{place} is a text part without text; give text or leave it out", f"{place}.text")
             if part.type != "text":
-                raise invalid(f"{param} has type {part.type[:40]!r}; this model reads only text parts", param)
+                raise invalid(f"{place} has type {part.type[:40]!r}; this model reads only text parts", place)
         content = "".join(part.text or "" for part in content)
     # "developer" is the newer name of the system role; templates know the older one.
     role = "system" if message.role == "developer" else message.role
-    return {"role": role, "content": content or "", **rendered_calls(message, model, f"messages[{position}]")}
+    return {"role": role, "content": content or "", **rendered_calls(message, model, param)}
 
 
 def _opening(index: int) -> Json:

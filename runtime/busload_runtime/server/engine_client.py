@@ -93,7 +93,9 @@ class EngineClient:
         if self.failed.done():
             raise ApiError(500, f"the engine is gone: {self.failed.result()}", code="engine_error")
         if len(self._unsent) > _UNSENT_BYTES:
-            raise ApiError(503, "the engine does not take requests at the moment; try again", retry_after=5)
+            raise ApiError(
+                503, "the engine does not take requests at the moment; try again", code="engine_busy", retry_after=5
+            )
         self._deliver[request.request_id] = deliver
         self._put(request)
 

@@ -5,6 +5,35 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from starlette.responses import JSONResponse
 
+ErrorCode = Literal[
+    "invalid_http",
+    "invalid_json",
+    "invalid_value",
+    "missing_required_parameter",
+    "unsupported_parameter",
+    "invalid_grammar",
+    "context_length_exceeded",
+    "invalid_api_key",
+    "not_found",
+    "model_not_found",
+    "unsupported_endpoint",
+    "method_not_allowed",
+    "body_timeout",
+    "deadline_exceeded",
+    "stalled",
+    "request_too_large",
+    "unsupported_content_encoding",
+    "queue_full",
+    "tenant_limit",
+    "grammar_queue_full",
+    "request_head_too_large",
+    "engine_error",
+    "internal_error",
+    "loading",
+    "draining",
+    "engine_busy",
+]
+"""What programs tell errors apart by; `openapi.CODES` says what each means."""
 RefusalReason = Literal["invalid", "too_long", "queue_full", "tenant_limit", "unauthorized", "draining"]
 
 
@@ -21,8 +50,8 @@ class ApiError(Exception):
         status: int,
         message: str,
         *,
+        code: ErrorCode,
         param: str | None = None,
-        code: str | None = None,
         reason: RefusalReason | None = None,
         retry_after: int | None = None,
         retry: bool = True,
@@ -51,6 +80,8 @@ class ApiError(Exception):
         headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
+        if self.status == 415:
+            headers["accept-encoding"] = "identity"
         return headers if self.retry else headers | {"x-should-retry": "false"}
 
     def response(self) -> "JSONResponse":
@@ -59,7 +90,7 @@ class ApiError(Exception):
         return JSONResponse(self.body(), status_code=self.status, headers=self.headers())
 
 
-def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+def invalid(message: str, param: str | None = None, code: ErrorCode = "invalid_value") -> ApiError:
     """A 400 for a request that can never work as it is."""
     return ApiError(400, message, param=param, code=code, reason="invalid")
 

@@ -14,7 +14,7 @@ from busload_runtime.engine.plan import Logprobs
 from busload_runtime.server.admission import Admission
 from busload_runtime.server.deadline import Deadline
 from busload_runtime.server.engine_client import EngineClient
-from busload_runtime.server.errors import ApiError
+from busload_runtime.server.errors import ApiError, invalid
 from busload_runtime.server.logprobs import ScoredText, ScoredToken
 from busload_runtime.server.metrics import Metrics
 from busload_runtime.server.text import TextStream
@@ -70,6 +70,8 @@ class Generation:
     metrics: Metrics
     trace: Trace
     deadline: Deadline
+    grammar_param: str | None = None
+    """The parameter that says what the answers must be, if one does."""
     choices: list[Choice] = field(default_factory=list)
     _pieces: list[Piece] = field(default_factory=list)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -172,7 +174,7 @@ class Generation:
         if self._expired is not None:
             return self._expired
         if piece.error_code == GRAMMAR_ERROR:
-            return ApiError(400, piece.error, param="response_format", code=GRAMMAR_ERROR)
+            return invalid(piece.error, self.grammar_param, "invalid_grammar")
         if self.engine.alive and not self.output_tokens:
             return ApiError(400, piece.error, code="context_length_exceeded")
         return ApiError(500, piece.error, code="engine_error")

@@ -57,6 +57,16 @@ def say(text: str) -> None:
     write_line(f"busload serve: {text}")
 
 
+def claim_standard_streams() -> None:
+    """Opens those of stdin, stdout and stderr that are closed. The next file to be opened would take the place of one,
+    and a client's connection, or the engine's, would get what is written there."""
+    for stream in (0, 1, _STDERR):
+        try:
+            os.fstat(stream)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free
+
+
 def log_through_lines() -> None:
     """What libraries have to say goes the same way: a handler of `logging` would wait for a reader."""
     logging.basicConfig(level=logging.WARNING, handlers=[_Handler()], force=True)

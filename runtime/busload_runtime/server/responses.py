@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from busload_runtime.server.errors import ErrorCode
+
 _Count = Annotated[int, Meta(ge=0)]
 _Logprob = Annotated[float, Meta(le=0)]
 FinishReason = Literal["stop", "length"]
@@ -19,7 +21,7 @@ class ErrorDetail(msgspec.Struct):
     type: Literal["invalid_request_error", "rate_limit_error", "timeout_error", "server_error"]
     param: str | None
     """The parameter at fault, as a path such as `stop[1]`."""
-    code: str | None
+    code: ErrorCode
 
 
 class Error(msgspec.Struct):

@@ -11,6 +11,8 @@ from busload_runtime.server.protocol import Sampled
 from busload_runtime.server.tenants import Tenant
 
 _SEED_MASK = 2**63 - 1
+_LEAST_TEMPERATURE = 1e-5
+"""Below it a draw is the likeliest token but for exact ties, and a division by it leaves the range of floats."""
 _MAX_LOGPROBS = 2**18
 """Of all choices of a request; as JSON each takes about 100 bytes."""
 
@@ -36,6 +38,7 @@ def submits_of(
             if token >= ready.vocab_size:
                 raise invalid(f"token id {token} is outside 0 to {ready.vocab_size - 1}", param)
     _check_logprobs(body, prompts, limits)
+    temperature = 1.0 if body.temperature is None else body.temperature
     stop_token_ids = set(body.stop_token_ids or ()) | (set() if body.ignore_eos else eos_ids)
     submits = []
     now = time.monotonic()
@@ -56,7 +59,7 @@ def submits_of(
                 max_tokens=max_tokens,
                 min_tokens=body.min_tokens or 0,
                 stop_token_ids=sorted(stop_token_ids),
-                temperature=1.0 if body.temperature is None else body.temperature,
+                temperature=temperature if temperature >= _LEAST_TEMPERATURE else 0.0,
                 top_p=1.0 if body.top_p is None else body.top_p,
                 top_k=max(0, body.top_k or 0),
                 min_p=body.min_p or 0.0,

@@ -13,7 +13,7 @@ import time
 from busload_runtime.server.api_keys import first_keys
 from busload_runtime.server.engine_process import EngineProcess
 from busload_runtime.server.errors import StartupError
-from busload_runtime.server.log import log_through_lines, say
+from busload_runtime.server.log import claim_standard_streams, log_through_lines, say
 from busload_runtime.server.options import ServeOptions
 
 EXIT_USAGE = 2
@@ -24,6 +24,7 @@ def serve(options: ServeOptions) -> int:
     """Runs until told to stop; the exit code. Prints one line on stderr for anything that keeps it from starting."""
     started = time.monotonic()
     try:
+        claim_standard_streams()
         options.check()
         document = options.first_document()
         log_through_lines()

@@ -97,8 +97,8 @@ class ToolCallParser:
         begin = self._format.begin
         at = self._held.find(begin)
         if at >= 0:
-            text, self._held = self._held[:at].rstrip(), self._held[at + len(begin) :]
-            self._prefix = begin
+            text = self._held[:at].rstrip()
+            self._prefix, self._held = self._held[len(text) : at] + begin, self._held[at + len(begin) :]
             self._look = self._list if self._format.array else self._call
             return [Found(content=text)] if text else []
         certain = len(self._held) - possible_start(self._held, (begin,))

@@ -30,9 +30,15 @@ def request(**body: Any) -> bytes:
 
 @pytest.mark.parametrize(
     "flood",
-    [b"GET /" + b"a" * 70_000, b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 15_000, b"GET / HTTP/1.1\r\nx: " + b"y" * 70_000],
+    [
+        b"GET /" + b"a" * 70_000,
+        b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 15_000,
+        b"GET / HTTP/1.1\r\nx: " + b"y" * 70_000,
+        b"GET / HTTP/1.1\r\nx: " + b"y" * 70_000 + b"\r\n\r\n",
+        b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n",
+    ],
 )
-def test_a_head_without_end_is_refused(tiny: LiveServer, flood: bytes) -> None:
+def test_a_head_that_is_too_large_is_refused(tiny: LiveServer, flood: bytes) -> None:
     with connect(tiny) as client:
         client.sendall(flood)
         answer = client.makefile("rb").read()
@@ -109,8 +115,8 @@ def test_more_idle_connections_than_the_soft_limit_of_files(tiny_model: Path, tm
 class Wire(asyncio.Transport):
     """A transport that only notes how it was closed."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, socket: socket.socket | None = None) -> None:
+        super().__init__({"socket": socket} if socket else None)
         self.ended = ""
 
     def is_closing(self) -> bool:
@@ -123,6 +129,10 @@ class Wire(asyncio.Transport):
         self.ended = "aborted"
 
     def write(self, data: Any) -> None: ...
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
 
 
 @pytest.fixture
@@ -174,3 +184,18 @@ def test_a_client_that_reads_again_is_kept(wire: Wire) -> None:
         subject.resume_writing()
 
     assert after(wire, act) == ""
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_client_that_leaves_while_its_requests_wait_is_noticed(monkeypatch: pytest.MonkeyPatch, leaves: bool) -> None:
+    """Nothing is read while a request waits behind another, and an answer in one piece writes nothing."""
+    monkeypatch.setattr(connection, "_LOOK_SECONDS", 0.01)
+    here, there = socket.socketpair()
+    with here, there:
+
+        def act(subject: HttpConnection) -> None:
+            subject.data_received(b"GET / HTTP/1.1\r\n\r\n" * 2)
+            if leaves:
+                there.close()
+
+        assert after(Wire(here), act) == ("aborted" if leaves else "")

@@ -39,6 +39,12 @@ def test_a_key_that_is_no_text_is_not_valid_and_no_crash() -> None:
         parse_keys(line("web", "k1").encode()).owner("Bearer \udcff\x80ü")
 
 
+def test_a_key_may_have_letters_beyond_ascii() -> None:
+    """What clients send in UTF-8 comes as latin-1 text."""
+    keys = parse_keys(line("web", "clé").encode())
+    assert keys.owner("Bearer " + "clé".encode().decode("latin-1")).label == "web"
+
+
 DIGEST = hashlib.sha256(b"k1").hexdigest()
 
 

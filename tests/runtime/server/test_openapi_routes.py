@@ -1,11 +1,18 @@
-from typing import Any
+from typing import Any, get_args
 
 from busload_runtime.contract import Limits
 from busload_runtime.server.admission import Admission
 from busload_runtime.server.app import build_routes
+from busload_runtime.server.errors import ErrorCode
 from busload_runtime.server.metrics import Metrics
-from busload_runtime.server.openapi import OPERATIONS
+from busload_runtime.server.openapi import CODES, OPERATIONS
 from busload_runtime.server.service import Service
+
+
+def test_each_code_and_status_has_a_meaning() -> None:
+    assert set(CODES) == set(get_args(ErrorCode))
+    declared = {status for operation in OPERATIONS for status in operation.errors} | {400, 405, 431}
+    assert {status for statuses, _ in CODES.values() for status in statuses} == declared
 
 
 def test_each_route_is_in_the_document_and_nothing_else() -> None:

@@ -10,7 +10,7 @@ from busload_runtime.server.tokenise import PromptEncoder
 
 
 def refuse(tokens: int) -> None:
-    raise ApiError(429, f"no room for {tokens}")
+    raise ApiError(429, f"no room for {tokens}", code="queue_full")
 
 
 @pytest.fixture

@@ -63,7 +63,15 @@ def test_unknown_fields_and_nulls_are_ignored() -> None:
         ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs"),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
         ({"tools": [{"type": "function"}]}, "tools"),
+        ({"max_completion_tokens": 5}, "max_completion_tokens"),
+        ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
+        ({"length_penalty": 1.2}, "length_penalty"),
+        ({"length_penalty": True}, "length_penalty"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"n_predict": 5}, "n_predict"),
+        ({"add_special_tokens": False}, "add_special_tokens"),
         ({"logprobs": 6}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
@@ -90,6 +98,13 @@ def test_token_ids_of_a_bias_are_keys_and_numbers() -> None:
         {"tools": [], "best_of": 1},
         {"response_format": {"type": "text"}, "prompt_logprobs": None, "tool_choice": "none"},
         {"n": 3, "best_of": 3},
+        {
+            "length_penalty": 1.0,
+            "skip_special_tokens": True,
+            "bad_words": [],
+            "chat_template_kwargs": {},
+            "n_predict": -1,
+        },
     ],
 )
 def test_neutral_values_of_unsupported_fields_pass(fields: dict[str, Any]) -> None:
@@ -106,11 +121,77 @@ def test_anything_that_is_not_a_json_object_is_a_400(body: bytes) -> None:
     assert caught.value.status == 400
 
 
-def test_missing_fields_are_named() -> None:
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [], "response_format": {}}, "messages"),
+        ({"messages": [{"role": "user"}], "tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+    ],
+)
+def test_missing_fields_are_named(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        decode_request(json.dumps(body).encode(), ChatRequest)
+    assert caught.value.param == param
+    assert (caught.value.code == "missing_required_parameter") == (body.get("messages") != [])
     with pytest.raises(ApiError, match="prompt is required"):
         decode_request(b"{}", CompletionRequest)
-    with pytest.raises(ApiError, match="messages is required"):
-        decode_request(b"{}", ChatRequest)
+
+
+@pytest.mark.parametrize("lost", ["function_call", "refusal", "audio"])
+def test_parts_of_messages_that_would_be_lost_are_refused(lost: str) -> None:
+    def chat(value: Any) -> ChatRequest:
+        message = {"role": "assistant", "content": "x", lost: value}
+        return decode_request(json.dumps({"messages": [message]}).encode(), ChatRequest)
+
+    assert chat(None).messages[0].content == "x"
+    with pytest.raises(ApiError) as caught:
+        chat({"name": "f", "arguments": "{}"})
+    assert caught.value.param == f"messages[0].{lost}"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "it is empty"),
+        ('{"prompt": "x"}'.encode("utf-16"), "send UTF-8"),
+        ('{"prompt": "x"}'.encode("utf-16-be"), "send UTF-8"),
+        ('{"prompt": "x"}'.encode("utf-32-le"), "send UTF-8"),
+        (rb'{"prompt": "\ud800"}', "half of a surrogate pair"),
+        (rb'{"prompt": "x\uDC00y"}', "half of a surrogate pair"),
+        (b'{"prompt": NaN}', "invalid character (byte 11)"),
+        (b'{"prompt": "x"} {}', "trailing characters"),
+    ],
+)
+def test_a_body_that_is_no_json_hears_why(body: bytes, words: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        decode_request(body, CompletionRequest)
+    assert caught.value.code == "invalid_json"
+    assert words in caught.value.message
+
+
+def test_a_byte_order_mark_is_skipped_and_the_last_of_two_keys_counts() -> None:
+    request = decode_request(b'\xef\xbb\xbf{"prompt": "a", "prompt": "b", "n": 1, "n": 2}', CompletionRequest)
+    assert (request.prompt, request.n) == ("b", 2)
+
+
+NUMBERS = ["1e999", "-1e999", "1" * 400, "true", '"1"', "[1]", "{}", "1.5e0"]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("param", ["n", "seed", "max_tokens", "top_k", "stop_token_ids", "logprobs"])
+def test_what_is_no_integer_is_refused(param: str, number: str) -> None:
+    value = f"[{number}]" if param == "stop_token_ids" else number
+    with pytest.raises(ApiError) as caught:
+        decode_request(f'{{"prompt": "x", "{param}": {value}}}'.encode(), CompletionRequest)
+    assert (caught.value.status, (caught.value.param or "").partition("[")[0]) == (400, param)
+
+
+def test_integers_may_be_written_as_minus_zero_and_floats_as_integers() -> None:
+    request = decode_request(b'{"prompt": "x", "seed": -0, "temperature": -0, "top_p": 1}', CompletionRequest)
+    assert (request.seed, request.temperature, request.top_p) == (0, 0.0, 1.0)
 
 
 def test_max_completion_tokens_is_the_newer_name() -> None:

@@ -5,7 +5,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tool_templates import LLAMA3 as LLAMA3_TEMPLATE
 from tool_templates import TEMPLATES, UNKNOWN
@@ -150,6 +150,8 @@ def test_the_reason_of_a_choice_with_calls() -> None:
 @given(
     st.text(alphabet='<>/tolcal_{}[]":,\\ \nnamerguwTOLCS1', max_size=60), st.sampled_from((HERMES, MISTRAL, LLAMA3))
 )
+@example("a  [T", MISTRAL)
+@example("a \n<tool_call>b", HERMES)
 @settings(max_examples=400, deadline=None)
 def test_whatever_comes_is_the_same_in_one_piece_and_in_many(output: str, tool_format: ToolFormat) -> None:
     output = output.replace("<t", f"<tool_call>{CALL[:30]}").replace("[T", "[TOOL_CALLS][")
