@@ -160,7 +160,7 @@ def test_huge_bodies_do_not_hold_health_up(server: LiveServer) -> None:
     nested = b'{"prompt": "x", "user": %b}' % (b"[" * (readable // 2) + b"]" * (readable // 2))
     names = b'{"prompt": "x", "max_tokens": 1, %b"y": 1}' % b"".join(b'"k%d": 1, ' % i for i in range(readable // 14))
     escapes = b'{"prompt": "%b"}' % (b"\\u0e01" * (readable // 6))
-    messages = b'{"messages": [%b{"role": "user", "content": "x"}]}' % (b'{"role":"user"},' * (readable // 16))
+    messages = b'{"messages": [%b{"role": "user", "content": "x"}]}' % (b'{"role":"assistant"},' * (readable // 21))
     with probing(server, *PROBES) as probes:
         before = len(probes[200])
         statuses = [httpx.post(f"{server.url}/v1/completions", json={"prompt": text}, timeout=60).status_code]
