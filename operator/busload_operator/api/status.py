@@ -168,7 +168,7 @@ class Decision(Model):
     id: Count
     time: Time
     knob: Word
-    """batchSize, kvCachePercent, maxSequenceLength or replicas."""
+    """batchSize, kvCachePercent, maxSequenceLength, tokenBudget or replicas."""
     from_: Annotated[str, Field(alias="from", max_length=32)]
     """The value before."""
     to: Number

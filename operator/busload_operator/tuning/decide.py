@@ -7,6 +7,7 @@ from busload_operator.tuning import words
 from busload_operator.tuning.diagnose import QUEUE
 from busload_operator.tuning.fit import TRUSTED_BEYOND
 from busload_operator.tuning.lengths import lower_length, raise_length
+from busload_operator.tuning.prompts import prepare_token_budget, raise_token_budget
 from busload_operator.tuning.scale import add_replicas, buy_ahead, remove_replica, sell
 from busload_operator.tuning.settings import (
     Candidate,
@@ -33,7 +34,8 @@ SETTINGS_SECONDS = 60.0
 """How long a missed objective may be met with settings alone."""
 LOW_SECONDS = 300.0
 """How long low use must last, and the pause between two slow changes."""
-
+FAR_OVER, LOWERED_ROOM = 2.0, 1.5
+"""Times what the law and memory allow: from over the first a batch limit is lowered, to the second."""
 SMALLER = 0.85
 """Dead band downwards."""
 
@@ -43,7 +45,7 @@ def decide(s: Situation) -> Candidate | str | None:
     found = _by_phase(s)
     if isinstance(found, Candidate) or not _is_in_time(s):
         return found
-    others = (option(s) for option in (buy_ahead, raise_length, prepare, sell))
+    others = (option(s) for option in (buy_ahead, raise_length, prepare, prepare_token_budget, sell))
     said = [other for other in others if other is not None]
     return next((other for other in said if isinstance(other, Candidate)), said[0] if said else found)
 
@@ -85,7 +87,7 @@ def _more_windows(seen: int, needed: int) -> str:
 
 
 def _clear_wait(s: Situation) -> Candidate | str:
-    settings = [raise_batch(s), raise_kv_cache(s)]
+    settings = [raise_batch(s), raise_kv_cache(s), raise_token_budget(s)]
     if not any(isinstance(c, Candidate) for c in settings):
         settings.append(lower_length(s))  # it costs requests: last
     possible = [c for c in settings if isinstance(c, Candidate)]
@@ -169,8 +171,12 @@ def _lower_batch(s: Situation) -> Candidate | None:
     peak = max(u.running_per_pod for u in s.state.usage)
     after = max(bounds.batch_size.clamp(bounds.batch_size_initial), math.ceil(2 * peak))
     if s.usable_law is not None:
-        # What the law allows is harmless: unused places of a paged cache take nothing.
-        after = max(after, batch_ceiling(s).value)
+        # What the law allows is harmless: unused places of a paged cache take nothing. Nor are a few more than that,
+        # so that neither the next short requests ask for them back nor the next long ones move it again.
+        most = batch_ceiling(s).value
+        if now <= FAR_OVER * most:
+            return None
+        after = max(after, math.ceil(LOWERED_ROOM * most))
     if after > SMALLER * now:
         return None
     message = (

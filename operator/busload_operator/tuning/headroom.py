@@ -21,6 +21,10 @@ _REQUESTS_AT_LEAST = 200
 _PAUSE = 60.0
 _FORGIVING = 1.003
 """Factor by which what was bad may be tried again, each good minute."""
+_QUIET = 0.6
+"""Share of kappa up to which misses are not for want of replicas."""
+_QUIET_REQUESTS = 1000.0
+"""After which what was learned of a quiet service counts a third (1/e)."""
 _TESTED = 0.85
 """A share is tested by loads of at least so much of it. Kappa rises when it was, or when with one replica less it would
 be nearly kept, so that the next sale tests it."""
@@ -50,6 +54,19 @@ class Kappa:
     changed_at: float = -math.inf
     clean: tuple[Outcomes, ...] = ()
     """Of the last five minutes, while the plan was kept."""
+    loud_at: float = -math.inf
+    """When load was last more than a quiet service has."""
+    quiet_requests: float = 0.0
+    quiet_missed: float = 0.0
+    """Of a quiet service, forgetting."""
+
+    @property
+    def unavoidable(self) -> float:
+        """Share of requests that miss however many replicas there are, as those do that come to a quiet service: a very
+        long prompt takes longer than the objective by itself. 0 until enough of them were seen."""
+        if self.quiet_requests <= _REQUESTS_AT_LEAST:
+            return 0.0
+        return self.quiet_missed / self.quiet_requests
 
 
 def learn_kappa(old: Kappa, now: Outcomes, late: bool, replicas: int) -> Kappa:
@@ -60,13 +77,13 @@ def learn_kappa(old: Kappa, now: Outcomes, late: bool, replicas: int) -> Kappa:
     clean = tuple(o for o in kappa.clean if o.at > now.at - _CLEAN_KEPT)
     if now.at - kappa.dirty_at > _CLEAN_AFTER and now.at - (kappa.since or 0.0) > _YOUNG:
         clean = (*clean, now)
-    kappa = replace(kappa, clean=clean)
+    kappa = _learn_quiet(replace(kappa, clean=clean), now, late)
     requests = sum(o.requests for o in clean)
     if len(clean) < _CLEAN_AT_LEAST or requests <= _REQUESTS_AT_LEAST or now.at - kappa.changed_at < _PAUSE:
         return kappa
-    missed = sum(o.missed for o in clean) / requests
+    missed = sum(o.missed for o in clean) / requests - kappa.unavoidable
     mean = sum(o.load for o in clean) / len(clean)
-    if missed > 1 - TARGET and mean > 0.6 * kappa.value:
+    if missed > 1 - TARGET and mean > _QUIET * kappa.value:
         lower = max(_LOWEST, 0.95 * kappa.value)
         return replace(kappa, bad=min(kappa.bad, kappa.value), value=lower, changed_at=now.at, clean=())
     tested = max(o.load for o in clean) > _TESTED * kappa.value
@@ -76,6 +93,19 @@ def learn_kappa(old: Kappa, now: Outcomes, late: bool, replicas: int) -> Kappa:
         higher = max(kappa.value, min(1.0, 1.05 * kappa.value, 0.98 * bad))
         return replace(kappa, bad=bad, value=higher, changed_at=now.at)
     return kappa
+
+
+def _learn_quiet(kappa: Kappa, now: Outcomes, late: bool) -> Kappa:
+    if late or now.load > _QUIET * kappa.value:
+        return replace(kappa, loud_at=now.at)
+    if now.at - kappa.loud_at <= _CLEAN_AFTER or now.at - (kappa.since or 0.0) <= _YOUNG:
+        return kappa
+    kept = math.exp(-now.requests / _QUIET_REQUESTS)
+    return replace(
+        kappa,
+        quiet_requests=kept * kappa.quiet_requests + now.requests,
+        quiet_missed=kept * kappa.quiet_missed + now.missed,
+    )
 
 
 _PRIOR_SIGMA = 0.15
@@ -149,16 +179,17 @@ def learn_errors(old: Errors, now: float, expected: float, arriving: float, lead
     return replace(old, made=made, seen=seen)
 
 
-def learn_quantile(old: Errors, now: Outcomes) -> Errors:
+def learn_quantile(old: Errors, now: Outcomes, unavoidable: float = 0.0) -> Errors:
     """Plans for rarer errors while too many requests miss, for more common ones while hardly any does; once a
-    minute. What is missed in the minute after an error that no quantile is planned for says nothing about it."""
+    minute. Misses that are `unavoidable` do not count, and what is missed in the minute after an error that no quantile
+    is planned for says nothing about it."""
     if any(ratio > _MOST for at, ratio in old.seen if at > now.at - _CLEAN_AFTER):
         return old
     outcomes = (*(o for o in old.outcomes if o.at > now.at - _OUTCOMES_KEPT), now)
     errors = replace(old, outcomes=outcomes)
     if now.at - old.quantile_at < _PAUSE or now.at - outcomes[0].at < _YOUNG:
         return errors
-    missed = sum(o.missed for o in outcomes) / max(1.0, sum(o.requests for o in outcomes))
+    missed = sum(o.missed for o in outcomes) / max(1.0, sum(o.requests for o in outcomes)) - unavoidable
     quantile = old.quantile
     if missed > 1 - TARGET:
         quantile = min(_QUANTILE_MOST, quantile + 0.01)

@@ -19,6 +19,7 @@ def follow_outside(state: State, inputs: Inputs) -> State:
         for knob, before, after, most in (
             (Knob.BATCH_SIZE, found.batch_size, now.batch_size, bounds.batch_size.max),
             (Knob.KV_CACHE_PERCENT, found.kv_cache_percent, now.kv_cache_percent, bounds.kv_cache_percent.max),
+            (Knob.TOKEN_BUDGET, found.token_budget, now.token_budget, None),
         )
         if after < before and after != most
     ]

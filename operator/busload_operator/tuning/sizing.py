@@ -1,6 +1,7 @@
 """How many replicas there should be: offered work over learned capacity, in both directions, with hold times."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from busload_operator.tuning.demand import Arrivals, Cost, forecast
@@ -30,12 +31,16 @@ SALE_BAND = 0.05
 """Of a replica that must be left over when one is sold."""
 YOUNG_SECONDS = 300.0
 """Without a sale after the first plan."""
-HOLD_LEAST, HOLD_MOST = 60.0, 180.0
+HOLD_LEAST, HOLD_MOST = 60.0, 240.0
 """For how long two replicas less or more must have been enough: a learned time between these."""
 ONE_LESS = 180.0
 """The same for one less, which saves less and is sooner a mistake: four times as long when the other is doubled."""
 CALM_TO_FORGET = 600.0
-"""Without a purchase after which the learned hold time is halved."""
+"""Without a purchase after which the learned hold time is halved; twice the hold time for one less, if that is more."""
+SAME_LOAD = 0.5
+"""Of a replica's capacity: a load that rose by less since a sale is the one that the sale was made for."""
+REMEMBERED_SECONDS = 3600.0
+"""After a sale, in which a purchase for the same load says that it was a mistake."""
 HOLE_SECONDS = 30.0
 """Without a plan, after which hold times begin anew."""
 _LOAD_SECONDS = 30.0
@@ -92,6 +97,34 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class Want:
+    """What one step needed, in work: how many replicas that is, is asked anew with what is learned meanwhile.
+    Otherwise learning that a replica may be fuller would have to wait as long as a load that fell."""
+
+    at: float
+    expected: float
+    lasting: float
+    """As far as it is bought for: no more than a small multiple of what arrived lately."""
+    spread: float
+    """Expected work with its scatter, which the replicas must be able to do at all."""
+    replicas: float
+    """Needed for backlog, or for bursts instead of all this."""
+
+    def up(self, error: float, capacity: float) -> float:
+        """Replicas to buy for, not rounded, with this factor for the error of forecasts."""
+        return self.lasting * error / capacity + self.replicas
+
+    def enough(self, error: float, error_down: float, capacity: float, most: float) -> int:
+        """Replicas that may stay when some are sold."""
+        stay = max(self.expected * error_down / capacity, self.spread / most)
+        return max(_whole(self.up(error, capacity)), math.ceil(max(stay, self.replicas) + SALE_BAND))
+
+
+def _whole(replicas: float) -> int:
+    return max(1, math.ceil(replicas - DEAD_BAND))
+
+
+@dataclass(frozen=True, slots=True)
 class Sizing:
     """What is remembered from step to step."""
 
@@ -99,13 +132,15 @@ class Sizing:
     errors: Errors = field(default_factory=Errors)
     jumps: Jumps = field(default_factory=Jumps)
     kappa: Kappa = field(default_factory=Kappa)
-    wants: tuple[tuple[float, int], ...] = ()
-    """(when, replicas that would have been enough), without a hole."""
+    wants: tuple[Want, ...] = ()
+    """Without a hole."""
     short: int = 0
     """Steps in a row that ask for more."""
     hold: float = HOLD_LEAST
     bought_at: float = -math.inf
     sold_at: float = -math.inf
+    sold_load: float = 0.0
+    """Work that was expected then."""
 
     @property
     def hold_one(self) -> float:
@@ -129,40 +164,43 @@ def plan(old: Sizing, seen: Seen) -> tuple[Sizing, Plan | None]:
     expected = sizing.jumps.tempered(offered.steady, untempered)
     jumps = learn_jumps(sizing.jumps, now, offered.steady, untempered, offered.short, seen.lead)
     errors = learn_errors(sizing.errors, now, expected, offered.short, seen.lead)
-    left = queued + (offered.short - seen.ready * most) * seen.lead
+    left = queued + (min(offered.short, expected) - seen.ready * most) * seen.lead
     bursty = offered.floor is not None
     backlog = max(0.0, left) / (BACKLOG_SECONDS * most) if late and not bursty else 0.0
-    # A burst that is over is no reason to buy, though the mean of a minute still shows it.
-    lasting = min(expected, STILL_THERE * offered.short)
-    want = offered.floor / most if offered.floor is not None else lasting * errors.up / capacity + backlog
-    stay = want if bursty else max(expected * errors.down / capacity, (expected + offered.scatter) / most)
-    up = max(1, math.ceil(want - DEAD_BAND))
-    enough = max(up, math.ceil(stay + SALE_BAND))
-    wants = (*(w for w in sizing.wants if w[0] > now - sizing.hold_one - 60.0), (now, enough))
+    if offered.floor is not None:
+        want = Want(now, 0.0, 0.0, 0.0, offered.floor / most)
+    else:
+        # A burst that is over is no reason to buy, though the mean of a minute still shows it.
+        lasting = min(expected, STILL_THERE * offered.short)
+        want = Want(now, expected, lasting, expected + offered.scatter, backlog)
+    error, error_down = errors.up, errors.down
+    needed = want.up(error, capacity)
+    up = _whole(needed)
+    wants = (*(w for w in sizing.wants if w.at > now - sizing.hold_one - 60.0), want)
     short = sizing.short + 1 if up > n else 0
     sizing = replace(sizing, errors=errors, jumps=jumps, wants=wants, short=short)
-    sell_to = _sell_to(sizing, now, n)
+    sell_to = _sell_to(sizing, now, n, lambda w: w.enough(error, error_down, capacity, most))
     return sizing, Plan(
         up=up,
-        buy=up > n and (short >= UP_WINDOWS or want > PLAIN * n or late),
+        buy=up > n and (short >= UP_WINDOWS or needed > PLAIN * n or wait > seen.time_to_first_token),
         sell_to=sell_to,
         offered=offered.short,
         expected=expected,
-        error=errors.up,
+        error=error,
         capacity=capacity,
         kappa=sizing.kappa.value,
         wait=wait,
         backlog=backlog,
         batch=seen.batch,
         lead=seen.lead,
-        load_after=expected * errors.down / sell_to,
+        load_after=expected * error_down / sell_to,
     )
 
 
 def unplanned(old: Sizing, now: float) -> Sizing:
     """After a step without a plan. A few of them, as while pods take on new limits, leave what was needed before as it
     is; a longer hole may hide a load."""
-    hole = bool(old.wants) and now - old.wants[-1][0] > HOLE_SECONDS
+    hole = bool(old.wants) and now - old.wants[-1].at > HOLE_SECONDS
     return replace(old, wants=() if hole else old.wants, short=0)
 
 
@@ -176,35 +214,38 @@ def _learn(sizing: Sizing, seen: Seen, most: float, late: bool) -> Sizing:
     load = seen.cost.rate(recent) / max(1, seen.ready) / most
     outcomes = replace(seen.outcomes, load=load)
     kappa = learn_kappa(sizing.kappa, outcomes, late, seen.replicas)
-    return replace(sizing, kappa=kappa, errors=learn_quantile(sizing.errors, seen.outcomes))
+    errors = learn_quantile(sizing.errors, seen.outcomes, kappa.unavoidable)
+    return replace(sizing, kappa=kappa, errors=errors)
 
 
-def _sell_to(sizing: Sizing, now: float, replicas: int) -> int:
-    """The replicas that may stay; `replicas` when nothing may be sold yet. N-1 is checked before: `wants` are the
-    numbers that hold the forecast with its error."""
+def _sell_to(sizing: Sizing, now: float, replicas: int, enough_for: Callable[[Want], int]) -> int:
+    """The replicas that may stay; `replicas` when nothing may be sold yet. N-1 is checked before: `enough_for` gives
+    the number that holds a forecast with its error."""
     if sizing.since is None or now - sizing.since < YOUNG_SECONDS:
         return replicas
     hold = max(sizing.hold, HOLD_LEAST)
-    if sizing.wants[0][0] > now - hold:
+    if sizing.wants[0].at > now - hold:
         return replicas
-    enough = max(number for at, number in sizing.wants if at >= now - hold)
+    enough = max(enough_for(want) for want in sizing.wants if want.at >= now - hold)
     if enough == replicas - 1:
         hold = sizing.hold_one
-        if sizing.wants[0][0] > now - hold:
+        if sizing.wants[0].at > now - hold:
             return replicas
-        enough = max(number for at, number in sizing.wants if at >= now - hold)
+        enough = max(enough_for(want) for want in sizing.wants if want.at >= now - hold)
     return min(enough, replicas)
 
 
-def changed(old: Sizing, now: float, before: int, after: int, lead: float) -> Sizing:
-    """After a decision for so many replicas. A purchase soon after a sale says that the sale was a mistake: from then
-    on what is not needed is held longer. Some time after it, it says so only if load did not jump."""
+def changed(old: Sizing, now: float, before: int, after: int, made: Plan | None, lead: float) -> Sizing:
+    """After a decision for so many replicas, with the plan of that step. A purchase soon after a sale says that the
+    sale was a mistake: from then on what is not needed is held longer. Some time after it, it says so only if load did
+    not jump; and for an hour, if the load is about what it was at the sale."""
     if after > before:
         since = now - old.sold_at
         soon, later = old.hold + lead, 2 * old.hold_one + lead
-        mistake = since < soon or (since < later and old.jumps.open is None)
+        same = made is not None and made.expected - old.sold_load < SAME_LOAD * made.capacity
+        mistake = since < soon or (since < later and old.jumps.open is None) or (since < REMEMBERED_SECONDS and same)
         hold = min(HOLD_MOST, 2 * old.hold) if mistake else old.hold
         return replace(old, bought_at=now, hold=hold, wants=(), short=0)
-    calm = now - old.bought_at > CALM_TO_FORGET
+    calm = now - old.bought_at > max(CALM_TO_FORGET, 2 * old.hold_one)
     hold = max(HOLD_LEAST, old.hold / 2) if calm else old.hold
-    return replace(old, sold_at=now, hold=hold)
+    return replace(old, sold_at=now, hold=hold, sold_load=made.expected if made is not None else 0.0)

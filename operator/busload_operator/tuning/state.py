@@ -101,6 +101,7 @@ class Pending:
             Knob.BATCH_SIZE: limits.batch_size,
             Knob.KV_CACHE_PERCENT: limits.kv_cache_percent,
             Knob.MAX_SEQUENCE_LENGTH: limits.max_sequence_length,
+            Knob.TOKEN_BUDGET: limits.token_budget,
             Knob.REPLICAS: replicas,
         }
         return values[self.decision.knob] not in (self.decision.before, self.decision.after)

@@ -413,7 +413,7 @@ def _change(
     )
     if found.knob is Knob.REPLICAS:
         lead = state.startup_seconds or ASSUMED_STARTUP
-        state = replace(state, sizing=changed(state.sizing, now, found.before, found.after, lead))
+        state = replace(state, sizing=changed(state.sizing, now, found.before, found.after, s.plan, lead))
     state = replace(
         state, next_id=state.next_id + 1, pending=pending, changed_at=now, streak=Streak(), usage=(), restored=None
     )

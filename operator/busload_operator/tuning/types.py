@@ -40,6 +40,8 @@ class Knob(StrEnum):
     BATCH_SIZE = "batchSize"
     KV_CACHE_PERCENT = "kvCachePercent"
     MAX_SEQUENCE_LENGTH = "maxSequenceLength"
+    TOKEN_BUDGET = "tokenBudget"
+    """Of a step. No bound in the spec: the inter-token objective bounds it."""
     REPLICAS = "replicas"
 
 
@@ -48,6 +50,7 @@ class Reason(StrEnum):
 
     WAIT_FROM_BATCH_LIMIT = "WaitFromBatchLimit"
     WAIT_FROM_KV_CACHE = "WaitFromKVCache"
+    WAIT_FROM_TOKEN_BUDGET = "WaitFromTokenBudget"
     SETTINGS_CANNOT_CLEAR_WAIT = "SettingsCannotClearWait"
     TIME_LIMIT_PASSED = "TimeLimitPassed"
     OFFERED_WORK = "OfferedWork"

@@ -73,7 +73,7 @@ def follow(
     if pending.applied_at is None:
         return _await(pending, inputs, picture)
     if lowered:
-        return _follow_lowered(pending, inputs, missed)
+        return _follow_lowered(pending, inputs, picture, missed)
     if pending.decision.reason is Reason.OFFERED_WORK:
         return _follow_bought(pending, inputs, missed)
     pending = _collect(pending, picture)
@@ -187,6 +187,8 @@ def _follow_setting(pending: Pending, inputs: Inputs, law: Law | None) -> Judgem
     if not pending.tokens_per_second_before:
         # More load would not tell more, and the next change waits for this one's outcome.
         return _close(pending, Verdict.INCONCLUSIVE, "there was no load to compare with; it is kept")
+    if decision.knob is Knob.TOKEN_BUDGET:
+        return _follow_token_budget(pending, inputs, passed)
     if _enough(decision, pending.loaded):
         judged = _compare(pending, inputs, pending.loaded)
         if judged.closed is not None and judged.closed.outcome.verdict is Verdict.CONFIRMED:
@@ -204,6 +206,37 @@ def _follow_setting(pending: Pending, inputs: Inputs, law: Law | None) -> Judgem
         text = f"prompts took {share} more of the step time than before, so it cannot be compared; it is kept"
         return _close(pending, Verdict.INCONCLUSIVE, text)
     return _compare(pending, inputs, pending.loaded)
+
+
+def _follow_token_budget(pending: Pending, inputs: Inputs, passed: float) -> Judgement:
+    """By the prompts computed and the time of a token: more prompts at once are what it is for, and take the time of
+    tokens."""
+    settled = tuple(w for w in pending.loaded if w.start >= pending.written_at + pending.settle)
+    if not _enough(pending.decision, settled):
+        if pending.quiet < QUIET_STEPS and passed <= JUDGE_SECONDS + pending.settle:
+            return Judgement(pending)
+        return _close(pending, Verdict.INCONCLUSIVE, "the load ended before it could be judged; it is kept")
+    seen = view(settled)
+    assert seen is not None, "there are enough windows"
+    before, prompts = pending.prefill_before, seen.prefill_per_busy_second
+    tokens, itl = _measured(settled, len(pending.pods))
+    text = f"{words.number(before)} -> {words.number(prompts)} prompt tokens/s in steps"
+    if slow := _newly_slow(pending, inputs, itl):
+        return _put_back(pending, inputs, f"{text}, but {slow}; it was put back", tokens, settled)
+    if prompts > (1 + BAND) * before:
+        return _close(pending, Verdict.CONFIRMED, text, tokens, settled)
+    judged = _close(pending, Verdict.INCONCLUSIVE, f"{text}, within the noise; it is kept", tokens, settled)
+    more = Refused(Knob.TOKEN_BUDGET, pending.decision.after + 1, inputs.now + RETRY_SECONDS)
+    return replace(judged, refused=more)
+
+
+def _newly_slow(pending: Pending, inputs: Inputs, itl: float | None) -> str | None:
+    """That tokens miss their objective, which they did not before; else None."""
+    tau = inputs.objectives.inter_token_latency
+    was_slow = pending.inter_token_before is not None and pending.inter_token_before > tau
+    if itl is None or itl <= tau or was_slow:
+        return None
+    return f"a token takes {words.seconds(itl)}, over the objective of {words.seconds(tau)}"
 
 
 def _newest(windows: tuple[PodWindow, ...]) -> tuple[PodWindow, ...]:
@@ -243,13 +276,10 @@ def _compare(pending: Pending, inputs: Inputs, windows: tuple[PodWindow, ...]) -
     assert before, "without load before, nothing is compared"
     tokens, itl = _measured(windows, len(pending.pods))
     change = _change(before, tokens)
-    tau = inputs.objectives.inter_token_latency
-    was_slow = pending.inter_token_before is not None and pending.inter_token_before > tau
     if tokens < (1 - BAND) * before:
         return _put_back(pending, inputs, f"{change}; it was put back", tokens, windows)
-    if itl is not None and itl > tau and not was_slow:
-        missed = f"a token takes {words.seconds(itl)}, over the objective of {words.seconds(tau)}"
-        return _put_back(pending, inputs, f"{change}, but {missed}; it was put back", tokens, windows)
+    if slow := _newly_slow(pending, inputs, itl):
+        return _put_back(pending, inputs, f"{change}, but {slow}; it was put back", tokens, windows)
     if tokens > (1 + BAND) * before:
         judged = _close(pending, Verdict.CONFIRMED, change, tokens, windows)
         return replace(judged, refused=_worth_it(pending.decision, inputs.now))
@@ -316,7 +346,11 @@ def _follow_bought(pending: Pending, inputs: Inputs, missed: bool) -> Judgement:
     return _close(pending, Verdict.CONFIRMED, f"the objective is met {since:.0f} s after they were ready")
 
 
-def _follow_lowered(pending: Pending, inputs: Inputs, missed: bool) -> Judgement:
+def _follow_lowered(pending: Pending, inputs: Inputs, picture: Picture, missed: bool) -> Judgement:
+    """A smaller setting is at fault when requests wait for what it takes from them; a smaller batch limit, therefore,
+    only once its places are taken."""
+    if pending.decision.knob is Knob.BATCH_SIZE:
+        missed = missed and any(w.running_peak >= pending.decision.after for w in picture.windows)
     since = inputs.now - (pending.applied_at or inputs.now)
     if missed and pending.decision.knob is Knob.REPLICAS:
         text = f"the wait is over the objective {since:.0f} s after it"

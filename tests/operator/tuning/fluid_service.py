@@ -87,6 +87,8 @@ class Pod:
     finish: Callable[[], None] | None = None
     noise: float = 0.0
     """Step times scatter by this share."""
+    prompts_queue: bool = False
+    """Whether requests wait while the prompts of those that run use up the token budget, as the scheduler has it."""
     random: Random = field(default_factory=lambda: Random(7))
 
     def take(self, request: Request) -> None:
@@ -137,6 +139,8 @@ class Pod:
 
     def _begin(self) -> bool:
         while self.queue and len(self.running) < self.limits.batch_size:
+            if self.prompts_queue and sum(r.prompt - r.computed for r in self.running) >= self.limits.token_budget:
+                break
             need = -(-(self.queue[0].prompt + 1) // BLOCK)
             if self.blocks_used + need > self.blocks and self.running:
                 break
@@ -229,11 +233,12 @@ class Service:
         noise: float = 0.0,
         tamper: Tamper = lambda now, sample: sample,
         probed: bool = False,
+        prompts_queue: bool = False,
     ) -> None:
         self.law, self.bounds, self.objectives = law or StepLaw(), bounds, objectives
         self.mode, self.scaling, self.startup, self.scrape, self.blocks = mode, scaling, startup, scrape, blocks
         self.limits, self.generation, self.replicas, self.tamper = limits, 1, replicas, tamper
-        self.noise = noise
+        self.noise, self.prompts_queue = noise, prompts_queue
         tried = Probed(self.law.a, self.law.b, self.law.c, self.law.d, bounds.batch_size.max)
         self.probed = tried if probed else None
         self.trial: Trial | None = None
@@ -311,7 +316,8 @@ class Service:
         while len(self.pods) < self.replicas:
             self.made += 1
             pod = Pod(f"chat-{self.made}", self.law, self.limits, self.generation, self.now + startup)
-            self.pods.append(replace(pod, blocks_at_100=self.blocks, noise=self.noise, random=Random(self.made)))
+            own = {"blocks_at_100": self.blocks, "noise": self.noise, "prompts_queue": self.prompts_queue}
+            self.pods.append(replace(pod, random=Random(self.made), **own))  # type: ignore[arg-type]
         gone, self.pods = self.pods[self.replicas :], self.pods[: self.replicas]
         for pod in gone:
             self.pods[0].queue += pod.queue + pod.running

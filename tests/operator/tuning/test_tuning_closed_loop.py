@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from random import Random
 
 import pytest
 from fluid_service import BOUNDS, LIMITS, OBJECTIVES, Service, StepLaw
 
 from busload_operator.tuning import (
     Bottleneck,
+    Bounds,
     Counters,
     Knob,
     Mode,
@@ -18,6 +20,7 @@ from busload_operator.tuning import (
     Scaling,
     Verdict,
 )
+from busload_runtime.contract import default_token_budget
 
 START = 1000.0
 
@@ -175,6 +178,33 @@ def test_replicas_by_the_computed_number() -> None:
     first = service.decisions[0]
     assert first.knob is Knob.REPLICAS
     assert 4 <= first.after <= 8
+
+
+@pytest.mark.parametrize("slower", [1.0, 3.0, 9.0])
+def test_bad_settings_become_good_ones_before_anything_is_bought(slower: float) -> None:
+    """Batch limit 4, a fifth of the memory, 24 clients with short prompts: places are what they wait for, on a machine
+    of any speed; prompts take little of a step, so its token budget stays."""
+    service = Service(
+        law=StepLaw(a=0.003 * slower, b=0.00035 * slower, c=1.5e-6 * slower, d=0.00025 * slower),
+        limits=replace(LIMITS, kv_cache_percent=20, token_budget=default_token_budget(4)),
+        bounds=Bounds(Range(640, 8192), Range(10, 90), Range(1, 32), 4, Range(1, 2)),
+        blocks=2300,
+        noise=0.15,
+        scrape=1.0,
+    )
+    rng = Random(3)
+    for _ in range(200 * 4):
+        while service.open_requests < 24:
+            service.send(
+                1, min(300, 1 + int(rng.lognormvariate(4.1, 0.7))), min(300, int(rng.lognormvariate(4.8, 0.6)))
+            )
+        service.run(0.25)
+    settings = [d for d in service.decisions if d.knob is not Knob.REPLICAS]
+    assert settings[0].knob is Knob.BATCH_SIZE
+    assert {d.knob for d in settings} <= {Knob.BATCH_SIZE, Knob.KV_CACHE_PERCENT}
+    assert service.limits.batch_size >= 16
+    assert service.limits.token_budget == default_token_budget(service.limits.batch_size)
+    assert all(d.id > settings[-1].id for d in service.decisions if d.knob is Knob.REPLICAS)
 
 
 def test_decode_bound_gets_a_replica_not_a_larger_batch() -> None:

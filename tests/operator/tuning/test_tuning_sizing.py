@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from statistics import fmean, stdev
 
@@ -53,7 +54,7 @@ def followed(arrivals: tuple[Arrivals, ...], replicas: int) -> tuple[list[tuple[
         if found is None or not (found.buy or found.sell_to < replicas):
             continue
         after = found.up if found.buy else found.sell_to
-        sizing = changed(sizing, now.now, replicas, after, now.lead)
+        sizing = changed(sizing, now.now, replicas, after, found, now.lead)
         replicas = after
         made.append((now.now, after))
     assert last is not None
@@ -132,6 +133,19 @@ def test_a_single_replica_less_needs_three_minutes() -> None:
     assert 900 + 180 <= made[0][0] <= 900 + 360
 
 
+def test_learning_that_replicas_may_be_fuller_does_not_wait_as_a_load_that_fell() -> None:
+    """What was needed in the last minutes is asked anew with what is known now."""
+    arrivals, sizing = poisson(20, 600), Sizing()
+    for end in range(5, len(arrivals)):
+        sizing, found = plan(sizing, seen(arrivals[:end], 4))
+    assert found is not None
+    assert found.sell_to == 4
+    sizing = replace(sizing, kappa=replace(sizing.kappa, value=1.0))
+    _, found = plan(sizing, seen(arrivals, 4))
+    assert found is not None
+    assert found.sell_to == 3
+
+
 def test_load_that_is_steady_is_the_mean_of_five_minutes() -> None:
     """A minute of flat load scatters; what lasts is known better."""
     found = [forecast(poisson(20, 600, seed), COST, 65.0) for seed in range(40)]
@@ -197,17 +211,32 @@ def test_too_little_is_no_plan() -> None:
     assert plan(Sizing(), seen((Arrivals(0.0, 5.0, 50.0),), 2))[1] is None
 
 
+def planned(expected: float) -> Plan:
+    _, found = plan(Sizing(), seen(poisson(20, 120), 4))
+    assert found is not None
+    return replace(found, expected=expected, capacity=0.7)
+
+
 def test_a_purchase_soon_after_a_sale_doubles_the_hold() -> None:
-    sizing = changed(Sizing(), 1000.0, 4, 3, 65.0)
-    again = changed(sizing, 1100.0, 3, 4, 65.0)
+    low, high = planned(1.0), planned(3.0)
+    sizing = changed(Sizing(), 1000.0, 4, 3, low, 65.0)
+    again = changed(sizing, 1100.0, 3, 4, high, 65.0)
     assert again.hold == 2 * sizing.hold
     assert again.hold_one == 4 * sizing.hold_one
     jumped = replace(sizing, jumps=Jumps(Jump(1350.0, 1.0, 2.0)))
-    assert changed(jumped, 1100.0, 3, 4, 65.0).hold == again.hold
-    assert changed(jumped, 1300.0, 3, 4, 65.0).hold == sizing.hold, "load jumped since: no mistake"
-    assert changed(sizing, 1300.0, 3, 4, 65.0).hold == again.hold
-    assert changed(sizing, 1430.0, 3, 4, 65.0).hold == sizing.hold
-    assert changed(again, 2000.0, 4, 3, 65.0).hold == sizing.hold
+    assert changed(jumped, 1100.0, 3, 4, high, 65.0).hold == again.hold
+    assert changed(jumped, 1300.0, 3, 4, high, 65.0).hold == sizing.hold, "load jumped since: no mistake"
+    assert changed(sizing, 1300.0, 3, 4, high, 65.0).hold == again.hold
+    assert changed(sizing, 1430.0, 3, 4, high, 65.0).hold == sizing.hold
+    assert changed(again, 2000.0, 4, 3, low, 65.0).hold == again.hold, "not sooner than it could be sold"
+    assert changed(again, 2600.0, 4, 3, low, 65.0).hold == sizing.hold
+
+
+def test_a_purchase_for_the_load_that_a_sale_was_made_for_doubles_the_hold_an_hour_later() -> None:
+    sizing = changed(Sizing(), 1000.0, 4, 3, planned(1.5), 65.0)
+    assert changed(sizing, 4000.0, 3, 4, planned(1.8), 65.0).hold == 2 * sizing.hold
+    assert changed(sizing, 4000.0, 3, 4, planned(1.9), 65.0).hold == sizing.hold, "over half a replica more"
+    assert changed(sizing, 4700.0, 3, 4, planned(1.8), 65.0).hold == sizing.hold
 
 
 def outcomes(at: float, share: float, load: float) -> Outcomes:
@@ -245,6 +274,45 @@ def test_kappa_stays_under_what_was_bad() -> None:
         bad += kappa.value < before
     assert 0.7 < kappa.value <= 0.9
     assert bad <= 24, "it does not run into the same wall every few minutes"
+
+
+def swinging(share: Callable[[float], float], minutes: int = 90) -> Kappa:
+    """Five minutes at 90% of kappa and five at 40%, in turn; `share` of the load misses."""
+    kappa = Kappa()
+    for step in range(minutes * 12):
+        load = (0.9 if step // 60 % 2 else 0.4) * kappa.value
+        kappa = learn_kappa(kappa, outcomes(5.0 * step, share(load), load), False, 4)
+    return kappa
+
+
+def test_misses_that_are_as_many_at_low_load_do_not_lower_kappa() -> None:
+    """Two in a hundred prompts are too long for the objective on an idle pod, too."""
+    kappa = swinging(lambda load: 0.02)
+    assert kappa.unavoidable == pytest.approx(0.02)
+    assert kappa.value > Kappa().value
+
+
+def test_misses_that_come_with_the_load_still_lower_kappa() -> None:
+    kappa = swinging(lambda load: 0.02 if load < 0.5 else 0.05)
+    assert kappa.unavoidable == pytest.approx(0.02)
+    assert kappa.value == pytest.approx(0.70)
+
+
+def test_misses_at_low_load_after_a_queue_are_not_called_unavoidable() -> None:
+    """For a minute after load was high, what is late is still of that time."""
+    kappa = Kappa()
+    for step in range(720):
+        high = step % 18 < 6
+        share = 0.5 if 6 <= step % 18 < 10 else 0.0
+        kappa = learn_kappa(kappa, outcomes(5.0 * step, share, 0.9 if high else 0.2), False, 4)
+    assert kappa.unavoidable == 0.0
+
+
+def test_the_quantile_leaves_unavoidable_misses_out() -> None:
+    errors = Errors()
+    for step in range(720):
+        errors = learn_quantile(errors, Outcomes(5.0 * step, 100.0, 2.0), unavoidable=0.02)
+    assert errors.quantile == pytest.approx(0.70)
 
 
 def test_errors_of_forecasts_are_learned() -> None:
