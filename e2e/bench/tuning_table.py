@@ -46,10 +46,10 @@ POLICIES = ("tuner", "clairvoyant", "static", "wva", "wva-tokens", "busy")
 MOST_REPLICAS = 12
 TARGET = 0.99
 
-FIXED = {"conv, 8B on 24 GB": 3, "diurnal, 135M on CPUs": 4}
+FIXED = {"conv, 8B on 24 GB": 3, "diurnal, 135M on CPUs": 3}
 """Loads for --settings, and their replicas."""
 STARTS = ((4, 40, 256), (8, 50, 512), (16, 90, 256), (256, 40, 8192), (32, 60, 128))
-GRID = tuple(product((16, 64, 256), (50, 90), (256, 1024, 4096)))
+GRID = tuple(product((16, 64, 256), (50, 90), (320, 2048)))
 """Of batchSize, kvCachePercent and token budget."""
 
 
