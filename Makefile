@@ -49,6 +49,8 @@ soak: ## All that clients do to a server at once, for MINUTES=10, drawn from SEE
 soak soak-short:
 	$(PY) -m e2e.soak --minutes $(MINUTES) --seed $(or $(SEED),1) --output e2e/out/soak.json
 lint: setup ## ruff, and mypy with strict types
+	@twice=$$(find tests -name '*.py' ! -name conftest.py -exec basename {} \; | sort | uniq -d); [ -z "$$twice" ] || { \
+	  echo "error: two files under tests/ have one name, and Python imports only one of them; rename one:" $$twice; exit 1; }
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy

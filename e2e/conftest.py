@@ -42,7 +42,7 @@ def namespace(operator: Cluster) -> Iterator[str]:
     """A namespace of the test's own, removed with all in it afterwards."""
     name = f"t-{uuid.uuid4().hex[:8]}"
     operator.kubectl("create", "namespace", name)
-    wait_for(lambda: operator.get("serviceaccount", "default", "-n", name), 20, f"namespace {name} usable")
+    wait_for(lambda: operator.get("serviceaccount", "default", "-n", name), 120, f"namespace {name} usable")
     yield name
     operator.kubectl("delete", "namespace", name, "--wait=false")
 

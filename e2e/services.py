@@ -46,7 +46,7 @@ def ready(cluster: Cluster, namespace: str, name: str) -> dict[str, Any] | None:
     return service if current and seen["status"] == "True" else None
 
 
-def wait_ready(cluster: Cluster, namespace: str, name: str, seconds: float = 180) -> dict[str, Any]:
+def wait_ready(cluster: Cluster, namespace: str, name: str, seconds: float = 300) -> dict[str, Any]:
     """Waits until the service is Ready. When it is not in time, the error holds its Ready condition."""
     service: dict[str, Any] = wait_for(
         lambda: ready(cluster, namespace, name) or NotReadyYet(condition(get(cluster, namespace, name), "Ready")),

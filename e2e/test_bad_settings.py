@@ -23,6 +23,8 @@ BAD = {
     "batchSize": {"initial": 4, "min": 1, "max": 32},
     "replicas": {"min": 1, "max": 2},
 }
+OBJECTIVES = {"timeToFirstToken": "200ms", "interTokenLatency": "5s"}
+"""Missed by a batch of 4 on a fast machine too, and met by the best settings on a slow one too."""
 ONE = {"replicas": {"min": 1, "max": 1}}
 # By hand: a place for every client, all the memory, and nothing else moves the throughput of this mix.
 BEST = {
@@ -40,17 +42,21 @@ SETTLED = 45.0
 
 
 def test_bad_settings_become_good_ones_before_anything_is_bought(operator: Cluster, namespace: str) -> None:
-    services.apply(operator, namespace, services.manifest("tuned", bounds=BAD))
+    services.apply(operator, namespace, services.manifest("tuned", bounds=BAD, objectives=OBJECTIVES))
     services.wait_ready(operator, namespace, "tuned")
     began = time.time()
     with _load(operator, namespace, "tuned") as load:
-        decisions = wait_for(lambda: _settled(operator, namespace, "tuned"), 400, "settings to come to rest", every=2)
+        decisions = wait_for(lambda: _settled(operator, namespace, "tuned"), 900, "settings to come to rest", every=2)
         reached = time.time() - began - SETTLED
     assert load.report().errors == [], "requests were lost while settings changed"
     # The settings are compared, on one replica each: a second one on the same cores would only divide them.
-    services.apply(operator, namespace, services.manifest("tuned", bounds=BAD | ONE, tuning={"mode": "Off"}))
-    wait_for(lambda: len(services.pods(operator, namespace, "tuned")) == 1, 120, "one replica")
-    services.apply(operator, namespace, services.manifest("hand", bounds=BEST, tuning={"mode": "Off"}))
+    services.apply(
+        operator, namespace, services.manifest("tuned", bounds=BAD | ONE, objectives=OBJECTIVES, tuning={"mode": "Off"})
+    )
+    wait_for(lambda: len(services.pods(operator, namespace, "tuned")) == 1, 300, "one replica")
+    services.apply(
+        operator, namespace, services.manifest("hand", bounds=BEST, objectives=OBJECTIVES, tuning={"mode": "Off"})
+    )
     services.wait_ready(operator, namespace, "hand")
     tuned, hand = _rates(operator, namespace, "tuned", "hand")
 
@@ -63,7 +69,9 @@ def test_bad_settings_become_good_ones_before_anything_is_bought(operator: Clust
     settings = _settings(decisions)
     bought = [decision for decision in decisions if decision["knob"] == "replicas"]
     assert settings[0]["knob"] == "batchSize", told
-    assert all(purchase["id"] > settings[-1]["id"] for purchase in bought), told
+    # Settings have a minute for a missed objective, which on a slow machine is not enough to judge each.
+    first = [purchase for purchase in bought if purchase["reason"] != "TimeLimitPassed"]
+    assert all(purchase["id"] > settings[-1]["id"] for purchase in first), told
     for decision in settings:
         if "linear bound, at best" in decision["message"] or decision["outcome"]["verdict"] == "Inconclusive":
             continue  # no law is known for that batch, or there was nothing to compare with, and it says so

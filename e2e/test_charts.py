@@ -167,28 +167,28 @@ def bare(operator: Cluster) -> Iterator[Cluster]:
 
 def remove(cluster: Cluster) -> None:
     """Everything of install.yaml and of a release, the definition with all services included."""
-    cluster.kubectl("delete", "-f", str(CHARTS / "install.yaml"), "--ignore-not-found", "--timeout=120s", timeout=150)
-    cluster.kubectl("delete", "namespace", NAMESPACE, "--ignore-not-found", "--timeout=120s", timeout=150)
+    cluster.kubectl("delete", "-f", str(CHARTS / "install.yaml"), "--ignore-not-found", "--timeout=240s", timeout=260)
+    cluster.kubectl("delete", "namespace", NAMESPACE, "--ignore-not-found", "--timeout=240s", timeout=260)
 
 
 def test_install_upgrade_uninstall(bare: Cluster, helm: Helm) -> None:
     release = Helm(helm.path, {**helm.environment, **bare.environment})
     in_namespace = ("-n", NAMESPACE)
-    release("install", "busload-crds", "busload-crds", *in_namespace, "--create-namespace", "--wait", "--timeout=60s")
-    bare.kubectl("wait", "--for=condition=Established", f"crd/{DEFINITION}", "--timeout=60s")
+    release("install", "busload-crds", "busload-crds", *in_namespace, "--create-namespace", "--wait", "--timeout=120s")
+    bare.kubectl("wait", "--for=condition=Established", f"crd/{DEFINITION}", "--timeout=110s")
     bare.kubectl("label", "namespace", NAMESPACE, "pod-security.kubernetes.io/enforce=restricted")
-    release("install", "busload", "busload", *in_namespace, "--wait", "--timeout=180s")
-    wait_for(lambda: lease_holder(bare), 60, "an operator that leads")
+    release("install", "busload", "busload", *in_namespace, "--wait", "--timeout=220s")
+    wait_for(lambda: lease_holder(bare), 300, "an operator that leads")
     bare.kubectl("create", "-n", "default", "-f", "-", stdin=json.dumps(SERVICE))
-    wait_for(lambda: bare.get("deployment", "kept", "-n", "default"), 60, "the child Deployment")
+    wait_for(lambda: bare.get("deployment", "kept", "-n", "default"), 300, "the child Deployment")
 
     # One replica fewer, and another log level, which must roll the pods.
     release(
-        "upgrade", "busload", "busload", *in_namespace, "--set", "replicas=1,logLevel=DEBUG", "--wait", "--timeout=180s"
+        "upgrade", "busload", "busload", *in_namespace, "--set", "replicas=1,logLevel=DEBUG", "--wait", "--timeout=220s"
     )
     assert bare.get("deployment", "busload-operator", *in_namespace)["spec"]["replicas"] == 1
     # Helm's --wait is content with no pod at all where one may be unavailable.
-    bare.kubectl("rollout", "status", "deployment/busload-operator", *in_namespace, "--timeout=120s", timeout=150)
+    bare.kubectl("rollout", "status", "deployment/busload-operator", *in_namespace, "--timeout=240s", timeout=260)
 
     # The definition outlives its release, and with it the service and its pods.
     release("uninstall", "busload", *in_namespace, "--wait")
@@ -197,10 +197,10 @@ def test_install_upgrade_uninstall(bare: Cluster, helm: Helm) -> None:
     assert bare.get("deployment", "kept", "-n", "default")["metadata"]["name"] == "kept"
     assert leftovers(bare) == []
     # Without an operator deletion works as well, and takes the children along.
-    bare.kubectl("delete", "inferenceservice", "kept", "-n", "default", "--timeout=60s")
-    wait_for(lambda: "NotFound" in missing(bare), 90, "the child Deployment gone")
+    bare.kubectl("delete", "inferenceservice", "kept", "-n", "default", "--timeout=110s")
+    wait_for(lambda: "NotFound" in missing(bare), 300, "the child Deployment gone")
     # The definition that was kept is taken over again.
-    release("install", "busload-crds", "busload-crds", *in_namespace, "--wait", "--timeout=60s")
+    release("install", "busload-crds", "busload-crds", *in_namespace, "--wait", "--timeout=120s")
 
 
 def lease_holder(cluster: Cluster) -> str:

@@ -49,7 +49,7 @@ def space(cluster: Cluster) -> Iterator[str]:
     cluster.kubectl("create", "namespace", name)
     cluster.kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
     cluster.kubectl("apply", "-f", "-", stdin=json.dumps(WIDGETS))
-    wait_for(lambda: cluster.get("serviceaccount", "default", "-n", name), 20, f"namespace {name} usable")
+    wait_for(lambda: cluster.get("serviceaccount", "default", "-n", name), 120, f"namespace {name} usable")
     yield name
     cluster.kubectl("delete", "namespace", name, "--wait=false")
     cluster.kubectl("delete", "crd", WIDGETS["metadata"]["name"], "--wait=false")  # type: ignore[index]
@@ -91,7 +91,7 @@ def ended(cluster: Cluster, space: str, name: str) -> dict[str, Any]:
         found: dict[str, Any] = status["containerStatuses"][0]["state"].get("terminated", {})
         return found
 
-    result: dict[str, Any] = wait_for(state, 60, f"pod {name} to end")
+    result: dict[str, Any] = wait_for(state, 180, f"pod {name} to end")
     return result
 
 
@@ -115,7 +115,7 @@ def test_up_leaves_a_healthy_cluster_alone(cluster: Cluster) -> None:
     settings = Settings.from_environment()
     before = node.node_process(settings)
     done = subprocess.run(
-        [sys.executable, "-m", "e2e.cluster", "up"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "e2e.cluster", "up"], cwd=ROOT, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     assert "is up already" in done.stderr
@@ -130,7 +130,7 @@ def test_pod_without_root_serves_through_its_cluster_ip_and_name(
     ready = {"httpGet": {"path": "/", "port": 8000}, "periodSeconds": 1}
     cluster.kubectl("apply", "-n", space, "-f", "-", stdin=pod("web", python_image, server, readinessProbe=ready))
     cluster.kubectl("expose", "pod", "web", "-n", space, "--port=8000")
-    cluster.kubectl("wait", "--for=condition=Ready", "pod/web", "-n", space, "--timeout=60s")
+    cluster.kubectl("wait", "--for=condition=Ready", "pod/web", "-n", space, "--timeout=110s")
     assert cluster.kubectl("exec", "web", "-n", space, "--", "id", "-u").strip() == "65532"
     refused = cluster.kubectl("exec", "web", "-n", space, "--", "sh", "-c", "echo x > /x", check=False)
     assert "Read-only file system" in refused
@@ -144,7 +144,7 @@ def test_pod_without_root_serves_through_its_cluster_ip_and_name(
             return False
 
     # kube-proxy hears of a ready pod a moment after everybody else.
-    wait_for(answers, 20, f"{address}:8000 to answer")
+    wait_for(answers, 120, f"{address}:8000 to answer")
     # A pod that asks for itself by name: cluster DNS, the Service and the way back through the bridge.
     inside = cluster.kubectl("exec", "web", "-n", space, "--", "python3", "-c", fetch, f"http://web.{space}:8000/")
     assert inside.strip() == "200"
@@ -185,7 +185,7 @@ def test_writes_are_in_the_audit_log(cluster: Cluster, space: str) -> None:
 def test_children_of_a_new_kind_go_with_their_owner(cluster: Cluster, space: str) -> None:
     owner = {"apiVersion": "e2e.busload.dev/v1", "kind": "Widget", "metadata": {"name": "owner", "namespace": space}}
     # Established is not yet served everywhere: the first writes may still be refused.
-    wait_for(lambda: cluster.kubectl("apply", "-f", "-", stdin=json.dumps(owner)), 20, "the new kind served")
+    wait_for(lambda: cluster.kubectl("apply", "-f", "-", stdin=json.dumps(owner)), 120, "the new kind served")
     uid = cluster.get("widget", "owner", "-n", space)["metadata"]["uid"]
     reference = {"apiVersion": "e2e.busload.dev/v1", "kind": "Widget", "name": "owner", "uid": uid}
     child = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "child", "ownerReferences": [reference]}}
@@ -194,6 +194,6 @@ def test_children_of_a_new_kind_go_with_their_owner(cluster: Cluster, space: str
     # The controller looks for new kinds every 30 seconds.
     wait_for(
         lambda: "NotFound" in cluster.kubectl("get", "configmap", "child", "-n", space, check=False),
-        90,
+        240,
         "the owner's child to be collected",
     )

@@ -13,7 +13,7 @@ from e2e.access import Cluster, wait_for
 def test_rolling_update_and_scale_down_lose_no_request(operator: Cluster, namespace: str, connections: str) -> None:
     body = services.manifest("chat", scaling={"mode": "External"}, replicas=2)
     services.apply(operator, namespace, body)
-    wait_for(lambda: len(running(operator, namespace)) == 2, 180, "two ready pods")
+    wait_for(lambda: len(running(operator, namespace)) == 2, 300, "two ready pods")
     before = {pod["metadata"]["name"] for pod in services.pods(operator, namespace, "chat")}
 
     options = {"requests": 100000, "concurrency": 4, "output_tokens": 24, "connections": connections}
@@ -22,10 +22,10 @@ def test_rolling_update_and_scale_down_lose_no_request(operator: Cluster, namesp
         time.sleep(3)
         body["spec"]["resources"]["requests"]["cpu"] = "210m"
         services.apply(operator, namespace, body)
-        wait_for(lambda: replaced(operator, namespace, before), 240, "all pods replaced by the rolling update")
+        wait_for(lambda: replaced(operator, namespace, before), 600, "all pods replaced by the rolling update")
         time.sleep(3)
         operator.kubectl("scale", "inferenceservice", "chat", "-n", namespace, "--replicas=1")
-        wait_for(lambda: len(all_pods(operator, namespace)) == 1, 120, "scaled down to one pod, the other drained")
+        wait_for(lambda: len(all_pods(operator, namespace)) == 1, 300, "scaled down to one pod, the other drained")
         time.sleep(3)
         assert load.running(), "the load client ended early"
     finally:

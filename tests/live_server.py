@@ -16,6 +16,8 @@ import httpx
 START = "from busload_operator.cli import main; main()"
 # Enough for the tiny model's pool, little for the machine.
 MEMORY = 2_000_000_000
+PATIENCE = 120.0
+"""Seconds until what must happen counts as failed: no machine that is slow or busy needs them."""
 BUNDLED = "smollm2-135m-instruct"
 """The model that `busload serve` has with it, by the name it is served under."""
 
@@ -32,7 +34,7 @@ class LiveServer:
                 stdout=subprocess.DEVNULL,
             )
         self.url = self._wait_for_url()
-        self.http = httpx.Client(base_url=self.url, timeout=60)
+        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE)
 
     @property
     def log(self) -> str:
@@ -66,17 +68,17 @@ class LiveServer:
         (pid,) = [int(c) for c in children if "engine.process" in Path(f"/proc/{c}/cmdline").read_text()]
         return pid
 
-    def wait(self, seconds: float = 30) -> int:
+    def wait(self, seconds: float = PATIENCE) -> int:
         return self.process.wait(seconds)
 
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
-            self.process.wait(10)
+            self.process.wait(PATIENCE)
         self.http.close()
 
     def _wait_for_url(self) -> str:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             if found := re.search(r"is ready after .* at (http://\S+)/v1", self.log):
                 return found[1]
@@ -101,7 +103,7 @@ def text_of(stream: list[dict[str, Any] | str], index: int = 0) -> str:
     return "".join(choice["text"] for choice in choices if choice["index"] == index)
 
 
-def eventually(check: Any, seconds: float = 30) -> None:
+def eventually(check: Any, seconds: float = PATIENCE) -> None:
     """Repeats `check` until it returns something true."""
     deadline = time.monotonic() + seconds
     while not check():

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from .shell import Failure, Progress, exclusive, run
+from .shell import Failure, Progress, downloading, exclusive, run
 
 CGROUPS = Path("/sys/fs/cgroup")
 # Where administrators' programs are; a plain user's PATH may lack these.
@@ -125,12 +125,13 @@ def install_packages(lock: Path, progress: Progress, *, images_only: bool = Fals
         )
     progress.note(f"{len(wanted)} system packages are missing and will be installed by apt-get:\n{listing}")
     require_root("installing packages")
-    apt = ["apt-get", "-qq", "-o", "DPkg::Lock::Timeout=300"]
+    apt = ["apt-get", "-qq", "-o", "DPkg::Lock::Timeout=300", "-o", "Acquire::Retries=3"]
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     with exclusive(lock), progress.step(f"{len(wanted)} system packages installed"):
-        run([*apt, "update"], env=environment)
         packages = [need.package for need in wanted]
-        run([*apt, "install", "-y", "--no-install-recommends", *packages], env=environment)
+        downloading(lambda: run([*apt, "update"], env=environment), progress.note)
+        install = [*apt, "install", "-y", "--no-install-recommends", *packages]
+        downloading(lambda: run(install, env=environment), progress.note)
     still = [need.package for need in missing(images_only=images_only)]
     if still:
         raise Failure(f"apt-get reported success, yet this is still missing: {', '.join(still)}")

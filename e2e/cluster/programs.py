@@ -18,11 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .settings import HERE, Settings
-from .shell import Failure, Progress, exclusive, last_lines, run, write
+from .shell import HEARTBEAT_SECONDS, Failure, Progress, downloading, exclusive, last_lines, run, write
 
 RECIPE = "1"  # raised when build() changes what it makes
 BUILD_FLAGS = ("-mod=mod", "-trimpath", "-buildvcs=false")
-HEARTBEAT_SECONDS = 20.0
+FROM_THE_NETWORK = re.compile(
+    r"dial tcp|timeout|connection re|EOF|TLS handshake|no such host|bad gateway|50[0-9] ", re.I
+)
+"""In the words of a build whose modules could not be fetched, which may go well the next time."""
 
 
 @dataclass(frozen=True)
@@ -153,12 +156,13 @@ def module_file(upstream: str, program: Program) -> str:
     return f"{text.rstrip()}\n\nrequire {program.module} {program.version}\n"
 
 
-def prepare(program: Program, folder: Path) -> None:
+def prepare(program: Program, folder: Path, progress: Progress) -> None:
     """Writes go.mod, go.sum and main.go into `folder`; downloads the upstream module, which Go checks by its sums."""
     go, environment = go_command(), go_environment()
     write(folder / "go.mod", f"module busload.dev/{program.name}\n")
     name = f"{program.module}@{program.version}"
-    found = json.loads(run([go, "mod", "download", "-json", name], env=environment, cwd=folder).stdout)
+    fetch = [go, "mod", "download", "-json", name]
+    found = json.loads(downloading(lambda: run(fetch, env=environment, cwd=folder), progress.note).stdout)
     upstream = (Path(found["Dir"]) / "go.mod").read_text()
     wanted = re.search(r"^go (\S+)$", upstream, flags=re.MULTILINE)
     version, toolchain = run([go, "env", "GOVERSION", "GOTOOLCHAIN"], env=environment).stdout.split("\n")[:2]
@@ -220,9 +224,15 @@ def build(settings: Settings, name: str, progress: Progress) -> Path:
         progress.note(f"building {name} {program.version} from its Go module; the first time takes {program.takes}")
         folder, new = settings.cache / "build" / name, settings.bin / f".{program.key}.new"
         shutil.rmtree(folder, ignore_errors=True)
-        with progress.step(f"{name} {program.version} built"):
-            prepare(program, folder)
-            compile_program(program, folder, new, progress)
+        with progress.step(f"{name} {program.version} built", heartbeat=False):
+            prepare(program, folder, progress)
+            try:
+                compile_program(program, folder, new, progress)
+            except Failure as error:
+                if not FROM_THE_NETWORK.search(str(error)):
+                    raise
+                progress.note(f"{error}\na module could not be fetched; what was built is kept")
+                downloading(lambda: compile_program(program, folder, new, progress), progress.note)
             new.replace(output)
         shutil.rmtree(folder, ignore_errors=True)
     return output

@@ -8,9 +8,17 @@ import os
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+NETWORK_HINT = (
+    "see whether this machine reaches the network (a proxy goes into HTTPS_PROXY, mirrors into the settings of apt, "
+    "pip and Go), then run it again: what was fetched is kept"
+)
 
 
 class Failure(Exception):
@@ -49,6 +57,47 @@ def run(
     return done
 
 
+HEARTBEAT_SECONDS = 20.0
+DOWNLOADS, PAUSE_SECONDS = 3, 5.0
+"""Times that a download is tried, and the pause behind the first failure; behind the second it is twice as long."""
+NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def beating(say: Callable[[float], None], every: float = HEARTBEAT_SECONDS) -> Iterator[None]:
+    """Calls `say` with the seconds since the start, again and again until the body ends."""
+    began, ended = time.monotonic(), threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(every):
+            say(time.monotonic() - began)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def downloading(action: Callable[[], T], say: Callable[[str], None], pause: float = PAUSE_SECONDS) -> T:
+    """Does what needs the network, again when it fails: servers and ways to them have bad moments.
+
+    Raises the last `Failure`, which then says what to look at.
+    """
+    for attempt in range(1, DOWNLOADS):
+        try:
+            return action()
+        except Failure as error:
+            say(f"{error}\nfailed, attempt {attempt} of {DOWNLOADS}; once more in {attempt * pause:g} s")
+            time.sleep(attempt * pause)
+    try:
+        return action()
+    except Failure as error:
+        raise Failure(f"{error}\nfailed {DOWNLOADS} times: {NETWORK_HINT}") from error
+
+
 class Progress:
     """Prints one line per finished step: seconds since the start, the step, and its own seconds.
 
@@ -63,9 +112,16 @@ class Progress:
         print(f"[{time.monotonic() - self.start:7.1f} s] {text}", file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
-    def step(self, name: str) -> Iterator[None]:
+    def step(self, name: str, heartbeat: bool = True) -> Iterator[None]:
+        """Reports the step once it is done, and while it is not, now and then, for minutes of silence look like a hang.
+
+        `heartbeat` False: the step says itself how far it is.
+        """
         began = time.monotonic()
-        yield
+        with (
+            beating(lambda seconds: self.note(f"  not yet: {name} ({seconds:.0f} s so far)")) if heartbeat else NOTHING
+        ):
+            yield
         self.seconds[name] = time.monotonic() - began
         self.note(f"{name} ({self.seconds[name]:.1f} s)")
 

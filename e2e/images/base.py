@@ -17,7 +17,7 @@ from e2e.cluster import programs
 from e2e.cluster.host import os_release
 from e2e.cluster.render import PAUSE_IMAGE
 from e2e.cluster.settings import Settings
-from e2e.cluster.shell import Failure, Progress, run, write
+from e2e.cluster.shell import Failure, Progress, downloading, run, write
 
 from .store import Store, digest
 
@@ -114,6 +114,7 @@ def _apt(settings: Settings, packages: tuple[str, ...], *arguments: str) -> str:
         "Dir::Cache::Archives": folder,
         "APT::Install-Recommends": "0",
         "APT::Sandbox::User": "root",
+        "Acquire::Retries": "3",
         "pkgCacheGen::ForceEssential": ",",
     }
     words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
@@ -219,7 +220,7 @@ def build_python(store: Store, progress: Progress, *, compiler: bool = False) ->
         return _build_python(store, progress, compiler)
     except Failure as error:
         progress.note(f"{error}\nthe machine's package lists may be missing or old: updating them, then once more")
-        run(["apt-get", "-qq", "update"])
+        downloading(lambda: run(["apt-get", "-qq", "-o", "Acquire::Retries=3", "update"]), progress.note)
         return _build_python(store, progress, compiler)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from e2e.cluster.settings import Settings
-from e2e.cluster.shell import Failure, Progress, run, write
+from e2e.cluster.shell import Failure, Progress, downloading, run, write
 
 from .store import digest
 
@@ -126,7 +126,8 @@ def wheelhouse(settings: Settings, lock: Path, python: str, progress: Progress) 
         write(requirements, wanted)
         tags = [word for tag in platforms() for word in ("--platform", tag)]
         target = ["--implementation", "cp", "--python-version", python, "--only-binary", ":all:", *tags]
-        pip("download", "--no-deps", "--require-hashes", *target, "--dest", new, "-r", requirements)
+        fetch = ("download", "--no-deps", "--require-hashes", *target, "--dest", new, "-r", requirements)
+        downloading(lambda: pip(*fetch), progress.note)
         new.rename(folder)
         requirements.unlink()
     return folder

@@ -13,7 +13,8 @@ import pytest
 from live_server import BUNDLED, LiveServer, eventually, running
 
 ABORTED = 'busload_requests_finished_total{reason="abort"}'
-LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 2000, "ignore_eos": True}
+LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 8000, "ignore_eos": True}
+"""Never over before its client leaves."""
 LEVELS = ("vllm:num_requests_running", "vllm:num_requests_waiting", "busload_queued_prompt_tokens")
 
 
@@ -46,7 +47,7 @@ class Connection:
 @pytest.fixture(scope="module")
 def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """The bundled model with a small batch, so that of many requests most wait."""
-    flags = ("--batch-size=4", "--max-sequence-length=4096", "--token-budget=64")
+    flags = ("--batch-size=4", "--max-sequence-length=8192", "--token-budget=64")
     with running(tmp_path_factory.mktemp("crowded"), f"--served-model-name={BUNDLED}", *flags) as server:
         yield server
 
@@ -80,7 +81,7 @@ async def test_a_hundred_dropped_streams(crowded: LiveServer) -> None:
         for place, stream in enumerate(streams):
             stream.drop(reset=place % 2 == 1)
     generated = crowded.metrics()["busload_generated_tokens_total"] - before["busload_generated_tokens_total"]
-    assert generated < 4 * 2000
+    assert generated < 4 * 8000
 
 
 async def test_who_leaves_the_queue_is_never_prefilled(crowded: LiveServer) -> None:
@@ -105,14 +106,14 @@ async def test_who_leaves_the_queue_is_never_prefilled(crowded: LiveServer) -> N
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_who_leaves_during_prefill_is_not_computed_to_the_end(crowded: LiveServer, stream: bool) -> None:
-    """A prompt of 4000 tokens takes 63 steps of 64 tokens: it ends far from the last one."""
+    """A prompt of 8000 tokens takes 125 steps of 64 tokens: it ends before the last one."""
     prefilled = crowded.level("busload_step_prefill_tokens_total")
     async with all_comes_back(crowded, aborts=1):
         seed = 5000 + stream
-        connection = await Connection.send(crowded, prompt=[seed] + [17] * 3999, max_tokens=50, stream=stream)
+        connection = await Connection.send(crowded, prompt=[seed] + [17] * 7999, max_tokens=50, stream=stream)
         await sooner_or_later(lambda: crowded.level("busload_step_prefill_tokens_total") >= prefilled + 128)
         connection.drop()
-    assert crowded.level("busload_step_prefill_tokens_total") - prefilled < 3000
+    assert crowded.level("busload_step_prefill_tokens_total") - prefilled < 8000
 
 
 async def test_every_choice_of_a_request_ends(crowded: LiveServer) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import BUNDLED, START, LiveServer, events, eventually, running
+from live_server import BUNDLED, PATIENCE, START, LiveServer, events, eventually, running
 from tiny_gguf import byte_token, write_tiny_model
 
 PROBES = ("/health/startup", "/health/ready", "/health/live", "/health", "/metrics")
@@ -117,12 +117,12 @@ def test_health_turns_red_with_a_dead_engine(tmp_path: Path, tiny: Path, busy: b
             next(stream)
         os.kill(server.engine_pid(), fault)
         killed = time.monotonic()
-        eventually(lambda: not _green(server), seconds=5)
+        eventually(lambda: not _green(server), seconds=15)  # long before an engine that is silent counts as dead
         print(f"red after {time.monotonic() - killed:.2f} s")
         rest: list[Any] = list(stream)
         if busy:
             assert rest[-1]["error"]["code"] == "engine_error"
-        assert server.wait(10) == 1
+        assert server.wait() == 1
         assert f"killed by {fault.name}" in server.log
 
 
@@ -148,7 +148,7 @@ def test_a_step_that_fails_ends_the_process(tmp_path: Path) -> None:
         assert (failed.status_code, failed.json()["error"]["code"]) == (500, "engine_error")
         assert "not a number" in failed.json()["error"]["message"]
         assert last["error"]["code"] == "engine_error"
-        assert server.wait(10) == 1
+        assert server.wait() == 1
 
 
 def test_huge_bodies_do_not_hold_health_up(server: LiveServer) -> None:
@@ -231,7 +231,7 @@ def test_sigterm_waits_for_no_request_that_never_comes(tmp_path: Path, tiny: Pat
         eventually(lambda: server.http.get("/health/live").status_code == 200)
         server.process.send_signal(signal.SIGTERM)
         answers = [client.makefile("rb").read() for client in clients]
-        assert server.wait(30) == 0
+        assert server.wait() == 0
     assert answers[0] == b""
     assert all(b" 503 " in answer[:20] and b'"draining"' in answer for answer in answers[1:]), answers
     assert "Traceback" not in server.log
@@ -249,9 +249,9 @@ def test_sigterm_waits_no_longer_than_it_may_for_a_client_that_reads_nothing(tmp
                 b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
             )
             # The kernel takes some megabytes, about 230 bytes for each token, before it takes no more.
-            eventually(lambda: server.level("busload_generated_tokens_total") > 40_000, seconds=60)
+            eventually(lambda: server.level("busload_generated_tokens_total") > 40_000)
             server.process.send_signal(signal.SIGTERM)
-            assert server.wait(30) == 0
+            assert server.wait() == 0
         assert "drain time is over" in server.log
         assert "Traceback" not in server.log
 
@@ -286,7 +286,7 @@ def test_a_log_that_nobody_reads_holds_nothing_up(tiny: Path) -> None:
         assert http.get("/v1/models").status_code == 200
         process.send_signal(signal.SIGTERM)
         read += process.stderr.read()
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE) == 0
     assert re.search(rb"serve: [0-9]+ log lines were dropped", read)
     assert read.endswith(b"stopped\n")
 
@@ -298,4 +298,4 @@ def test_a_log_that_nobody_reads_hides_no_failure(tmp_path: Path) -> None:
         failed = http.post("/v1/completions", json={"prompt": "hello%"})
         assert (failed.status_code, failed.json()["error"]["code"]) == (500, "engine_error")
         assert "not a number" in failed.json()["error"]["message"]
-        assert process.wait(30) == 1
+        assert process.wait(PATIENCE) == 1

@@ -27,7 +27,7 @@ def narrow(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Liv
 @contextmanager
 def full(server: LiveServer) -> Iterator[None]:
     """Three requests of one client: no seat is free meanwhile."""
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG | {"n": 3}) as response:
+    with server.http.stream("POST", "/v1/completions", json=LONG | {"n": 3}) as response:
         stream = events(response)  # dropping it would close the response
         next(stream)
         eventually(lambda: server.level("vllm:num_requests_waiting") == 2)
@@ -50,7 +50,7 @@ def test_a_full_queue_refuses_before_it_reads(narrow: LiveServer, path: str) -> 
     with full(narrow):
         before = narrow.metrics()[REFUSED]
         for content in (b"{no json", b'{"prompt": "%b"}' % (b"x" * 1_000_000)):
-            response = httpx.post(f"{narrow.url}{path}", content=content)
+            response = narrow.http.post(path, content=content)
             assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full")
             assert int(response.headers["retry-after"]) >= 1
         with connect(narrow) as client:
@@ -85,11 +85,11 @@ def test_who_waits_is_served_and_nobody_is_refused_inside_a_stream(narrow: LiveS
     waited: list[tuple[int, Any]] = []
 
     def wait() -> None:
-        with httpx.stream("POST", f"{narrow.url}/v1/completions", json=LONG | {"max_tokens": 5}) as response:
+        with narrow.http.stream("POST", "/v1/completions", json=LONG | {"max_tokens": 5}) as response:
             waited.append((response.status_code, list(events(response))[-1]))
 
     threads = [threading.Thread(target=wait) for _ in range(2)]
-    with httpx.stream("POST", f"{narrow.url}/v1/completions", json=LONG) as response:
+    with narrow.http.stream("POST", "/v1/completions", json=LONG) as response:
         stream = events(response)
         next(stream)
         for thread in threads:

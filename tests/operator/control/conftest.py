@@ -32,7 +32,7 @@ def running(client: Client) -> Callable[..., Any]:
 
     @contextlib.asynccontextmanager
     async def run(end: bool = False, port: int = 1, **values: str) -> AsyncIterator[Controller]:
-        async with Scraper(timeout=0.3, port=port) as scraper:
+        async with Scraper(timeout=10, port=port) as scraper:
             controller = Controller(client, settings(BUSLOAD_SCRAPE_SECONDS="0.2", **values), scraper)
             task = asyncio.create_task(controller.run())
             try:

@@ -14,8 +14,8 @@ def settings(**values: str) -> Settings:
     return Settings.from_environment({"BUSLOAD_RUNTIME_IMAGE": "example.org/runtime:1", "POD_NAME": "op", **values})
 
 
-async def until(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
-    """Waits for something that must become true. Fails when it does not."""
+async def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """Waits for something that must become true. Fails when it does not, after longer than a busy machine needs."""
     end = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < end, "it did not happen in time"

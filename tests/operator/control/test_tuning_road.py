@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -234,9 +235,11 @@ async def test_readings_are_written_now_and_then_only(
         api.calls.clear()
         readings = iter(range(1000))
         script.answer = lambda i: replace(idle(i), observed=replace(OBSERVED, batch=float(next(readings))))
+        began = time.monotonic()
         await asyncio.sleep(3.2)
         writes = [call.path for call in api.writes()]
-    assert 1 <= len(writes) <= 4
+        lasted = time.monotonic() - began
+    assert 1 <= len(writes) <= lasted + 1
     assert all(path.endswith("/status") for path in writes)
 
 
@@ -253,8 +256,8 @@ async def test_an_idle_service_writes_nothing(
         assert api.writes() == []
     async with running(port=runtime.port):
         await asyncio.sleep(3)
+        await until(lambda: runtime.scrapes > 20)
         assert api.writes() == []
-    assert runtime.scrapes > 20
 
 
 async def test_a_broken_core_stops_neither_the_loop_nor_other_work(

@@ -51,7 +51,7 @@ def test_a_shared_prefix_is_found_in_the_servers_cache(real: BusloadServer, tmp_
 
 
 def test_refusals_of_a_full_queue_are_counted_and_fail_the_command(real: BusloadServer) -> None:
-    arguments = ("--url", real.url, "--model", real.model, "--concurrency=12", "--requests=12", "--output-tokens=16")
+    arguments = ("--url", real.url, "--model", real.model, "--concurrency=12", "--requests=12", "--output-tokens=256")
     done = bench(*arguments, "--json=-")
     assert done.returncode == 1
     document = json.loads(done.stdout)

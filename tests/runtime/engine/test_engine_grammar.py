@@ -196,7 +196,7 @@ def test_the_loop_goes_on_while_a_grammar_is_compiled_and_is_woken_when_it_is() 
     compiling, woken = threading.Event(), threading.Event()
 
     def slowly(text: str) -> Matcher:
-        assert compiling.wait(10)
+        assert compiling.wait(60)
         return BYTES.compile(text)
 
     engine, _ = build(Grammars(slowly, woken.set))
@@ -208,7 +208,7 @@ def test_the_loop_goes_on_while_a_grammar_is_compiled_and_is_woken_when_it_is() 
     engine.abort(2)
     assert not woken.is_set()
     compiling.set()
-    assert woken.wait(10)
+    assert woken.wait(60)
     assert ends(run_all(engine, 1)) == {1: "stop"}
     assert engine.compiled() == []
     assert not engine.has_work

@@ -16,6 +16,7 @@ from busload_runtime.server import connection
 from busload_runtime.server.connection import HttpConnection
 
 LONG = {"prompt": "hello", "max_tokens": 60_000, "ignore_eos": True}
+ABORTED = 'busload_requests_finished_total{reason="abort"}'
 
 
 def connect(server: LiveServer) -> socket.socket:
@@ -86,13 +87,16 @@ def test_a_body_in_tiny_chunks_is_no_flood(tiny: LiveServer) -> None:
 
 def test_a_pipelining_client_that_leaves_frees_its_seat(tiny: LiveServer) -> None:
     eventually(lambda: tiny.level("vllm:num_requests_running") == 0)
-    arrived = tiny.metrics()["busload_requests_arrived_total"]
+    before = tiny.metrics()
+    arrived, aborted = before["busload_requests_arrived_total"], before[ABORTED]
     long = {**LONG, "max_tokens": 4000}
     with connect(tiny) as client:
         client.sendall(request(**long) * 3)
         eventually(lambda: tiny.level("vllm:num_requests_running") == 1)
-    eventually(lambda: tiny.level("vllm:num_requests_running") == 0, seconds=3)
-    assert tiny.metrics()["busload_requests_arrived_total"] == arrived + 1
+    eventually(lambda: tiny.level("vllm:num_requests_running") == 0)
+    after = tiny.metrics()
+    assert after["busload_requests_arrived_total"] == arrived + 1
+    assert after[ABORTED] == aborted + 1
 
 
 def test_more_idle_connections_than_the_soft_limit_of_files(tiny_model: Path, tmp_path: Path) -> None:

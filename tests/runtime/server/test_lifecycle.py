@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import MEMORY, START, LiveServer, events, eventually, running, text_of
+from live_server import MEMORY, PATIENCE, START, LiveServer, events, eventually, running, text_of
 
 LONG = {"prompt": "hello", "max_tokens": 60_000, "ignore_eos": True, "temperature": 0}
 
@@ -129,9 +129,9 @@ def test_objectives_and_law_change_under_one_generation(tiny_model: Path, tmp_pa
 
 
 def test_sigusr1_then_sigterm_lose_nothing(tiny_model: Path, tmp_path: Path) -> None:
-    flags = (f"--model={tiny_model}", "--max-sequence-length=4096", "--drain-seconds=60")
+    flags = (f"--model={tiny_model}", "--max-sequence-length=16384", "--drain-seconds=600")
     with running(tmp_path, *flags) as server:
-        body = {**LONG, "max_tokens": 2000, "stream": True}
+        body = {**LONG, "max_tokens": 10_000, "stream": True}
         with server.http.stream("POST", "/v1/completions", json=body) as response:
             stream = events(response)
             got = [next(stream)]
@@ -148,7 +148,7 @@ def test_sigusr1_then_sigterm_lose_nothing(tiny_model: Path, tmp_path: Path) -> 
             assert "retry-after" in refused.headers
             got += list(stream)
         assert got[-1] == "[DONE]"
-        assert len(text_of(got)) == 2000
+        assert len(text_of(got)) == 10_000
         assert server.wait() == 0
 
 
@@ -157,7 +157,7 @@ def test_a_connection_kept_before_quiescing_serves_one_more_request_while_draini
 ) -> None:
     # A stream that outlasts the quiescing began with a head that let the client keep its connection: the client's next
     # request comes on it, to a process that is leaving, and neither a 503 nor a closed connection may meet it.
-    with running(tmp_path, f"--model={tiny_model}", "--max-sequence-length=4096") as server:
+    with running(tmp_path, f"--model={tiny_model}", "--max-sequence-length=16384") as server:
         port = httpx.URL(server.url).port
         kept = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
 
@@ -165,7 +165,7 @@ def test_a_connection_kept_before_quiescing_serves_one_more_request_while_draini
             client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
             return client.getresponse()
 
-        stream = post(kept, **{**LONG, "max_tokens": 1500, "stream": True})
+        stream = post(kept, **{**LONG, "max_tokens": 10_000, "stream": True})
         assert stream.getheader("connection") != "close"
         stream.readline()
         server.process.send_signal(signal.SIGUSR1)
@@ -202,7 +202,7 @@ def test_a_lost_engine_ends_streams_and_the_process(tiny_model: Path, tmp_path: 
     with running(tmp_path, *flags) as server:
         waiting: list[httpx.Response] = []
         queued = threading.Thread(
-            target=lambda: waiting.append(httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=30))
+            target=lambda: waiting.append(httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=PATIENCE))
         )
         with server.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
             stream = events(response)
@@ -284,10 +284,10 @@ def test_whatever_lies_at_the_limits_file_the_server_lives_and_takes_the_next_do
             before = len(server.log)
             limits_file.unlink()
             make(limits_file)
-            eventually(lambda before=before, said=said: said in server.log[before:], seconds=10)
+            eventually(lambda before=before, said=said: said in server.log[before:])
             assert len(server.log) - before < 1000
             swap(limits_file, json.dumps(limits(generation)))
-            eventually(lambda n=generation: server.metrics()["busload_limits_generation"] == n, seconds=10)
+            eventually(lambda n=generation: server.metrics()["busload_limits_generation"] == n)
 
 
 def test_a_full_disk_under_the_log_loses_no_request(tiny_model: Path, tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_a_full_disk_under_the_log_loses_no_request(tiny_model: Path, tmp_path: 
         process = subprocess.Popen([*command, "--max-sequence-length=4096"], stderr=full)
     try:
         with httpx.Client(base_url=server.url, timeout=60) as http:
-            eventually(lambda: _ready(http), seconds=60)
+            eventually(lambda: _ready(http))
             body = {**LONG, "max_tokens": 1000, "stream": True}
             with http.stream("POST", "/v1/completions", json=body) as response:
                 stream = events(response)
@@ -314,7 +314,7 @@ def test_a_full_disk_under_the_log_loses_no_request(tiny_model: Path, tmp_path: 
                 process.send_signal(signal.SIGTERM)
                 got += list(stream)
         assert got[-1] == "[DONE]"
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE) == 0
     finally:
         process.kill()
 
