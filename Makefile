@@ -27,10 +27,15 @@ demo-down: ## Removes all that `make demo` brought up
 setup: ## Virtual environment with everything the tests need
 	@$(PYTHON) -m e2e.setup test
 
-.PHONY: test test-unit test-contract test-kernels kernel-gate gpu-check soak soak-short e2e lint
+LIVE := tests/runtime tests/contract
+.PHONY: test test-unit test-pure test-live test-contract test-kernels kernel-gate gpu-check soak soak-short e2e lint
 test: lint kernel-gate test-unit soak-short e2e ## Everything: lint, types, unit tests, a minute of soak, end-to-end tests
-test-unit: setup ## Unit and property tests (no cluster)
-	$(PY) -m pytest tests
+test-unit: setup ## Unit and property tests (no cluster): what starts servers and engines, and beside it what does not
+	$(MAKE) --no-print-directory -j2 -Oline test-pure test-live
+test-pure: setup
+	$(PY) -m pytest tests $(LIVE:%=--ignore=%)
+test-live: setup
+	$(PY) -m pytest $(LIVE)
 test-contract: setup ## What a client may rely on, against live servers; public suites (7 minutes)
 	$(PY) -m pytest tests/contract
 	$(PY) -m e2e.contract

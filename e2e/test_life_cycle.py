@@ -108,7 +108,12 @@ def watching_ready(cluster: Cluster, namespace: str) -> Iterator[list[str]]:
     line = f'jsonpath={ready}.status}} {ready}.message}}{{"\\n"}}'
     watch = cluster.popen("get", "inferenceservice", "chat", "-n", namespace, "--watch", "-o", line)
     seen: list[str] = []
-    reader = threading.Thread(target=lambda: [seen.append(line) for line in watch.stdout or ()])
+
+    def read() -> None:
+        for text in watch.stdout or ():
+            seen.append(text)
+
+    reader = threading.Thread(target=read)
     reader.start()
     try:
         wait_for(lambda: seen, 60, "the first line of the watch")

@@ -3,21 +3,21 @@
 import json
 import time
 
-import pytest
-
 from e2e import services
 from e2e.access import Cluster, wait_for
 
 
-@pytest.mark.parametrize("connections", ["keep-alive", "fresh"])
-def test_rolling_update_and_scale_down_lose_no_request(operator: Cluster, namespace: str, connections: str) -> None:
+def test_rolling_update_and_scale_down_lose_no_request(operator: Cluster, namespace: str) -> None:
+    """Neither of clients that keep their connections nor of those that open one for each request."""
     body = services.manifest("chat", scaling={"mode": "External"}, replicas=2)
     services.apply(operator, namespace, body)
     wait_for(lambda: len(running(operator, namespace)) == 2, 300, "two ready pods")
     before = {pod["metadata"]["name"] for pod in services.pods(operator, namespace, "chat")}
 
-    options = {"requests": 100000, "concurrency": 4, "output_tokens": 24, "connections": connections}
-    load = services.Load(operator, namespace, "chat", **options)
+    options = {"requests": 100000, "concurrency": 2, "output_tokens": 24}
+    loads = [
+        services.Load(operator, namespace, "chat", connections=kind, **options) for kind in ("keep-alive", "fresh")
+    ]
     try:
         time.sleep(3)
         body["spec"]["resources"]["requests"]["cpu"] = "210m"
@@ -27,12 +27,13 @@ def test_rolling_update_and_scale_down_lose_no_request(operator: Cluster, namesp
         operator.kubectl("scale", "inferenceservice", "chat", "-n", namespace, "--replicas=1")
         wait_for(lambda: len(all_pods(operator, namespace)) == 1, 300, "scaled down to one pod, the other drained")
         time.sleep(3)
-        assert load.running(), "the load client ended early"
+        assert all(load.running() for load in loads), "a load client ended early"
     finally:
-        load.process.terminate()
-    report = load.report()
-    assert len(report.outcomes) > 20, "too few requests to show anything"
-    assert report.errors == []
+        for load in loads:
+            load.process.terminate()
+    for report in [load.report() for load in loads]:
+        assert len(report.outcomes) > 20, "too few requests to show anything"
+        assert report.errors == []
 
 
 def running(cluster: Cluster, namespace: str) -> set[str]:

@@ -13,6 +13,7 @@ import sys
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from e2e.cluster.settings import Settings
@@ -126,8 +127,8 @@ def wheelhouse(settings: Settings, lock: Path, python: str, progress: Progress) 
         write(requirements, wanted)
         tags = [word for tag in platforms() for word in ("--platform", tag)]
         target = ["--implementation", "cp", "--python-version", python, "--only-binary", ":all:", *tags]
-        fetch = ("download", "--no-deps", "--require-hashes", *target, "--dest", new, "-r", requirements)
-        downloading(lambda: pip(*fetch), progress.note)
+        fetch = partial(pip, "download", "--no-deps", "--require-hashes", *target, "--dest", new, "-r", requirements)
+        downloading(fetch, progress.note)
         new.rename(folder)
         requirements.unlink()
     return folder

@@ -17,7 +17,9 @@ from tiny_gguf import write_tiny_model
 VERSE = "😀日éжe\u0308क!"
 BYTES = len(VERSE.encode())
 PATHS = ("/v1/completions", "/v1/chat/completions")
-EXAMPLES = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+EXAMPLES = settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ real model here: the conformance tests have it do the same as the others on a sm
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -89,9 +89,11 @@ def report(capsys: pytest.CaptureFixture[str]) -> Report:
 
 @dataclass(frozen=True)
 class Pair:
+    """The fp32 reference and the CPU engine on each instruction set, on one file."""
+
     bound: Bound
     reference: ReferenceExecutor
-    path: str
+    ours: dict[str, CpuExecutor]
 
 
 @pytest.fixture(scope="module")
@@ -105,52 +107,71 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     path = requantised.SOURCE
     if bound.precision != Type.Q4_1:
         path = str(requantised.write(tmp_path_factory.mktemp("model") / "model.gguf", bound.precision))
-    reference = ReferenceExecutor(load_weights(path))
-    sized(reference, BLOCKS)
-    return Pair(bound, reference, path)
+    reference, ours = (
+        ReferenceExecutor(load_weights(path)),
+        {isa: CpuExecutor(load_weights(path), isa=isa) for isa in ISAS},
+    )
+    for executor in (reference, *ours.values()):
+        sized(executor, BLOCKS)
+    return Pair(bound, reference, ours)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-def test_logits_and_perplexity_of_a_text(pair: Pair, text: TextModel, isa: str, report: Report) -> None:
-    prose = (Path(__file__).parent / "prose.txt").read_text()
-    tokens = text.tokenizer.encode(prose, special=False)[: TEXT_TOKENS + 1]
-    assert len(tokens) == TEXT_TOKENS + 1
-    ours = CpuExecutor(load_weights(pair.path), isa=isa)
-    sized(ours, BLOCKS)
-    error = size = divergence = exact_loss = our_loss = 0.0
-    flips: list[float] = []
-    for exact, near, following in zip(
-        logits_of(pair.reference, tokens), logits_of(ours, tokens), pieces(tokens[1:]), strict=True
-    ):
-        error, size = error + squares(near - exact), size + squares(exact)
+@dataclass
+class Difference:
+    """Between logits and the exact ones of the same tokens, summed up."""
+
+    error: float = 0.0
+    size: float = 0.0
+    divergence: float = 0.0
+    exact_loss: float = 0.0
+    our_loss: float = 0.0
+    flips: list[float] = field(default_factory=list)
+    """By how many logits the exact best token led where another one is best now."""
+
+    def add(self, exact: NDArray[np.float32], near: NDArray[np.float32], following: list[int]) -> None:
+        """Logits [tokens, vocabulary], and the token that the text has behind each."""
+        self.error, self.size = self.error + squares(near - exact), self.size + squares(exact)
         rows = np.arange(len(following))
         odds, exact_norm = softmax(exact)
         _, our_norm = softmax(near)
-        divergence += float(np.vdot(odds, exact - near) + (our_norm - exact_norm).sum())
-        exact_loss += float((exact_norm - exact[rows, following]).sum())
-        our_loss += float((our_norm - near[rows, following]).sum())
+        self.divergence += float(np.vdot(odds, exact - near) + (our_norm - exact_norm).sum())
+        self.exact_loss += float((exact_norm - exact[rows, following]).sum())
+        self.our_loss += float((our_norm - near[rows, following]).sum())
         flipped = exact.argmax(axis=1) != near.argmax(axis=1)
-        flips += margins(exact)[flipped].tolist()
-    relative = float(np.sqrt(error / size))
-    perplexity, change = np.exp(exact_loss / TEXT_TOKENS), np.exp((our_loss - exact_loss) / TEXT_TOKENS) - 1
-    report(
-        f"{pair.bound.precision.name} on cpu-{ours.isa}, {TEXT_TOKENS} tokens: relative logit error {relative:.4f}, "
-        f"KL divergence {divergence / TEXT_TOKENS:.5f}, perplexity {perplexity:.3f} {change:+.2%}, best token differs "
-        f"at {len(flips)} (largest lead there {max(flips, default=0):.2f} logits)"
-    )
-    assert relative < pair.bound.relative_logit_error
-    assert divergence / TEXT_TOKENS < pair.bound.divergence
-    assert abs(change) < pair.bound.perplexity
-    assert max(flips, default=0) < MARGIN
+        self.flips += margins(exact)[flipped].tolist()
+
+
+def test_logits_and_perplexity_of_a_text(pair: Pair, text: TextModel, report: Report) -> None:
+    prose = (Path(__file__).parent / "prose.txt").read_text()
+    tokens = text.tokenizer.encode(prose, special=False)[: TEXT_TOKENS + 1]
+    assert len(tokens) == TEXT_TOKENS + 1
+    near = {isa: logits_of(executor, tokens) for isa, executor in pair.ours.items()}
+    differences = {isa: Difference() for isa in near}
+    for exact, following in zip(logits_of(pair.reference, tokens), pieces(tokens[1:]), strict=True):
+        for isa, difference in differences.items():
+            difference.add(exact, next(near[isa]), following)
+    for isa, found in differences.items():
+        relative, divergence = float(np.sqrt(found.error / found.size)), found.divergence / TEXT_TOKENS
+        perplexity = np.exp(found.exact_loss / TEXT_TOKENS)
+        change = np.exp((found.our_loss - found.exact_loss) / TEXT_TOKENS) - 1
+        largest = max(found.flips, default=0)
+        report(
+            f"{pair.bound.precision.name} on cpu-{isa}, {TEXT_TOKENS} tokens: relative logit error {relative:.4f}, "
+            f"KL divergence {divergence:.5f}, perplexity {perplexity:.3f} {change:+.2%}, best token differs "
+            f"at {len(found.flips)} (largest lead there {largest:.2f} logits)"
+        )
+        assert relative < pair.bound.relative_logit_error
+        assert divergence < pair.bound.divergence
+        assert abs(change) < pair.bound.perplexity
+        assert largest < MARGIN
 
 
 def test_greedy_texts_are_the_references(pair: Pair, text: TextModel, report: Report) -> None:
     """Token by token, up to the first that differs: there the reference must have been in doubt."""
     prompts = [text.tokenizer.encode(prompt, special=False) for prompt in PROMPTS]
     expected, leads = reference_texts(pair.reference, prompts)
-    for isa in ISAS:
-        ours = CpuExecutor(load_weights(pair.path), isa=isa)
-        texts = generate(sized(ours, BLOCKS), prompts, NEW_TOKENS)
+    for isa, ours in pair.ours.items():
+        texts = generate(ours, prompts, NEW_TOKENS)
         compared = equal_texts = 0
         for prompt, exact, near, lead in zip(PROMPTS, expected, texts, leads, strict=True):
             same = next((i for i in range(NEW_TOKENS) if exact[i] != near[i]), NEW_TOKENS)

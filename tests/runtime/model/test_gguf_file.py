@@ -202,7 +202,9 @@ def complaint(use: Callable[[Path], None], path: Path) -> str:
     return ""
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(st.data())
 def test_truncated_anywhere(small_file: bytes, tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / "cut.gguf"
@@ -211,7 +213,9 @@ def test_truncated_anywhere(small_file: bytes, tmp_path: Path, data: st.DataObje
         open_gguf(str(path))
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(st.data())
 def test_flipped_bytes_in_the_header(small_file: bytes, tmp_path: Path, data: st.DataObject) -> None:
     raw = bytearray(small_file)
