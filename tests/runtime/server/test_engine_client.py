@@ -28,7 +28,7 @@ async def beside(engine: Callable[[Link], None], work: Callable[[EngineClient], 
     work(client)
     await asyncio.to_thread(run)
     # It sees the end behind all that was said before.
-    await asyncio.to_thread(eventually, lambda: not client._connected)
+    await asyncio.to_thread(eventually, lambda: client._socket.fileno() < 0)
     return client
 
 
