@@ -3,8 +3,6 @@
 Everything that reads the machine is in the first half; `MemoryPlan` is arithmetic.
 """
 
-import contextlib
-import ctypes
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +15,9 @@ GROWTH_RESERVE = 64 << 20
 
 OVERHEAD_VARIES = 4 << 20
 """Bytes by which two measurements of the overhead of one service may differ."""
+
+_HTTP_BYTES = 48 << 20
+"""Of the HTTP process once it has its libraries, without a model's text: the engine starts to load before that."""
 
 GRAMMAR_BYTES_PER_TOKEN = 256
 """Of the vocabulary: tables that the first grammar needs. 11 MB for 49,152 tokens, 65 MB for 262,144."""
@@ -72,16 +73,11 @@ def measure_overhead(before_load: int, weight_bytes: int) -> int:
     return engine + private_bytes(os.getppid()) + GROWTH_RESERVE
 
 
-def return_freed_memory() -> None:
-    """Gives the machine back what the allocator keeps for later: as much as is in use, after tables were built."""
-    with contextlib.suppress(AttributeError):  # glibc's; others need none
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 def room_for_weights(budget: Budget) -> int:
     """Bytes that a budget has for weights at the very most, told before they are loaded: with more the kernel would end
     the process in the middle, before `MemoryPlan` can say what does not fit."""
-    return budget.num_bytes - private_bytes() - private_bytes(os.getppid()) - GROWTH_RESERVE
+    parent = max(private_bytes(os.getppid()), _HTTP_BYTES)
+    return budget.num_bytes - private_bytes() - parent - GROWTH_RESERVE
 
 
 def _cgroup_limit(proc: Path, cgroups: Path) -> int | None:

@@ -33,7 +33,6 @@ from busload_runtime.engine.memory import (
     find_budget,
     measure_overhead,
     private_bytes,
-    return_freed_memory,
     room_for_weights,
 )
 from busload_runtime.engine.messages import (
@@ -51,6 +50,7 @@ from busload_runtime.engine.messages import (
 from busload_runtime.executors.contract import Executor
 from busload_runtime.executors.create import create_executor
 from busload_runtime.executors.errors import ExecutorError
+from busload_runtime.freed_memory import return_freed_memory
 from busload_runtime.model.errors import ModelError
 from busload_runtime.model.load import load_token_bytes
 
@@ -204,8 +204,8 @@ def start(
     engine = Engine(executor, plan, limits, pace=pace, grammars=grammars, plans_by_own_law=plans_by_own_law)
     engine.warm_up()
     probed = engine.probe()
-    # What lives now lives for ever: keep the garbage collector from walking over it between steps.
-    gc.collect()
+    # What lives now lives for ever: keep the garbage collector from walking over it between steps. It does not look for
+    # the few hundred cycles that loading has left either: that takes as long as ten steps.
     gc.freeze()
     gc.enable()
     return engine, Ready(

@@ -14,6 +14,7 @@ import uvicorn
 import uvloop
 
 from busload_runtime.contract import LimitsDocument
+from busload_runtime.freed_memory import return_freed_memory
 from busload_runtime.model.errors import ModelError
 from busload_runtime.model.text import load_text_model
 from busload_runtime.server.admission import Admission
@@ -155,6 +156,7 @@ class _Serve:
                 return False
             if text.done():
                 service.text = PromptEncoder(text.result())
+                return_freed_memory()
                 client.text_loaded()
                 await _first(self._stop.wait(), _settled(client.failed), _settled(client.ready))
         except ModelError as error:
@@ -164,8 +166,8 @@ class _Serve:
         service.ready = service.metrics.ready = client.ready.result()
         service.on_limits(self._document.generation, self._limits, self._document.pace)
         self._startup_done = True
-        # What lives now lives on: keep the garbage collector from walking over it while tokens stream.
-        gc.collect()
+        # What lives now lives on: keep the garbage collector from walking over it while tokens stream. It does not look
+        # for the few hundred cycles that imports have left either: the first client would wait for that.
         gc.freeze()
         gc.enable()
         gc.set_threshold(*_GC_THRESHOLDS)
