@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 MODEL = "smollm2-135m-instruct"
@@ -52,7 +53,7 @@ def serve(
             [*command, f"--model={model}", f"--executor={executor}", *flags],
             stdout=subprocess.DEVNULL,
             stderr=log,
-            env=os.environ | (environment or {}),
+            env=with_byte_code() | dict(environment or {}),
         )
         try:
             url = _wait_for_url(process, log.fileno())
@@ -61,6 +62,20 @@ def serve(
             server.exit_code = _end(process)
         finally:
             _end(process)
+
+
+def with_byte_code() -> dict[str, str]:
+    """This process's environment, for a server with byte code of all modules, as an image has it. A checkout may have
+    none, and its Python be told not to write any (PYTHONDONTWRITEBYTECODE): then each start compiles a thousand files.
+    So only the first of this process does."""
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return inherited | {"PYTHONPYCACHEPREFIX": _byte_code().name}
+
+
+@cache
+def _byte_code() -> "tempfile.TemporaryDirectory[str]":
+    """Of all servers that this process starts; removed at its end."""
+    return tempfile.TemporaryDirectory(prefix="busload-byte-code-")
 
 
 def spare_one_core() -> dict[str, str]:

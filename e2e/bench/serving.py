@@ -3,7 +3,7 @@
     python -m e2e.bench.serving [--only start,prefix,cache,memory,idle,step] [--json FILE]
 
 - start: seconds from the start of `busload serve` until it is ready, which takes a real first token; files in the page
-  cache.
+  cache, byte code there, as in an image.
 - prefix: time to first token of a request that shares its first 1,024 tokens with one before it, against that one's.
 - cache: what the prefix cache costs when nothing is ever found: CPU time of the scheduler with it and without it, per
   request of 128 tokens in and out, against the time the engine takes for such a request at batch 8.

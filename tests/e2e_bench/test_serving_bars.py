@@ -1,12 +1,16 @@
 """Parts of the measured bars that have a right value on any machine."""
 
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from busload_runtime.engine.scheduler import Scheduler
 from e2e.bench import machine, serving
+from e2e.bench.server import with_byte_code
 
 
 def test_scheduling_without_the_prefix_cache_does_the_same_work() -> None:
@@ -45,3 +49,13 @@ def test_the_machine_describes_itself() -> None:
     assert 0 <= machine.busy_share(0.05) <= 1
     assert machine.warning(0.01) is None
     assert "others use 50% of its cores" in (machine.warning(0.5) or "")
+
+
+def test_servers_are_measured_with_byte_code_as_images_have_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    (tmp_path / "module.py").write_text("VALUE = 1\n")
+    environment = with_byte_code()
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import module"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=True)
+    written = Path(environment["PYTHONPYCACHEPREFIX"]).rglob("module.*.pyc")
+    assert len(list(written)) == 1

@@ -66,8 +66,9 @@ def _add_api(app: FastAPI, service: Service) -> None:
         return JSONResponse({"object": "list", "data": [_model(service)]})
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> JSONResponse:
-        service.check_model(name)
+    async def model(request: Request) -> JSONResponse:
+        # Not as a parameter: for the first one FastAPI imports pydantic's old version, which a start would wait for.
+        service.check_model(request.path_params["name"])
         return JSONResponse(_model(service))
 
     @app.get("/metrics")

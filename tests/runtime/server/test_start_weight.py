@@ -43,7 +43,10 @@ def test_the_http_process_holds_no_numbers(tiny_model: Path) -> None:
     code = (
         "from busload_runtime.server import lifecycle\n"
         "from busload_runtime.model.text import load_text_model\n"
-        "load_text_model(sys.argv[1])"
+        "load_text_model(sys.argv[1])\n"
+        "from busload_runtime.server.metrics import Metrics\n"
+        "lifecycle.build_app(lifecycle.Service('m', Metrics('m'), None, None))\n"
+        "assert 'pydantic.v1' not in sys.modules"
     )
     found = modules_after(code, str(tiny_model))
     assert {"fastapi", "tokenizers", "jinja2"} <= found
