@@ -73,7 +73,7 @@ def parse_keys(content: bytes) -> ApiKeys:
     if len(content) > MAX_BYTES:
         raise KeysError(f"the file is larger than {MAX_BYTES} bytes")
     try:
-        lines = content.decode().splitlines()
+        lines = content.decode("utf-8-sig").splitlines()  # some editors begin files with a mark
     except UnicodeDecodeError as error:
         raise KeysError(f"the file is not UTF-8: {error.reason} at byte {error.start}") from None
     weights: dict[str, float] = {}

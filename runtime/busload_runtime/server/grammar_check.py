@@ -28,19 +28,14 @@ class GrammarChecker:
         self._waiting = 0
 
     async def check(self, grammar: str) -> str:
-        """What is wrong with a grammar, in one line; nothing if it is fine. Raises `ApiError` 429 when many wait."""
+        """What is wrong with a grammar, in one line; nothing if it is fine. Raises `ApiError` 429 when many wait, or
+        when there was no verdict for a reason that says nothing against the grammar."""
         content = grammar.encode()
         digest = hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
         if (verdict := self._known(digest)) is not None:
             return verdict
         if self._waiting >= _MAX_WAITING:
-            raise ApiError(
-                429,
-                f"{self._waiting} other schemas wait to be checked; send the request again in a moment",
-                code="grammar_queue_full",
-                reason="queue_full",
-                retry_after=2,
-            )
+            raise _again(f"{self._waiting} other schemas wait to be checked")
         self._waiting += 1
         try:
             async with self._turn:
@@ -77,9 +72,12 @@ class GrammarChecker:
                 answered = True
                 return verdict
         except TimeoutError:
-            return f"it was not checked within {_WALL_SECONDS:g} s"
+            raise _again(f"the schema was not checked within {_WALL_SECONDS:g} s, since this machine is busy") from None
         except (asyncio.IncompleteReadError, ConnectionError):
-            return _why_it_died(await process.wait())
+            code = await process.wait()
+            if code == -signal.SIGKILL:  # its own limits end it otherwise
+                raise _again("the schema's check was cut off from outside") from None
+            return _why_it_died(code)
         finally:
             # Also if the client left while it worked: an answer that nobody reads would be taken for the next one's.
             if not answered:
@@ -96,6 +94,16 @@ class GrammarChecker:
                 stderr=asyncio.subprocess.DEVNULL,
             )
         return self._process
+
+
+def _again(why: str) -> ApiError:
+    return ApiError(
+        429,
+        f"{why}; send the request again in a moment",
+        code="grammar_queue_full",
+        reason="queue_full",
+        retry_after=2,
+    )
 
 
 def _why_it_died(code: int) -> str:

@@ -61,7 +61,7 @@ CODES: dict[ErrorCode, tuple[tuple[int, ...], str]] = {
     "unsupported_content_encoding": ((415,), "the body is compressed"),
     "queue_full": ((429,), "as many requests, tokens or seconds wait as may"),
     "tenant_limit": ((429,), "this tenant's share of the queue is full"),
-    "grammar_queue_full": ((429,), "too many schemas are being checked"),
+    "grammar_queue_full": ((429,), "too many schemas are being checked, or there was no time to"),
     "request_head_too_large": ((431,), "the head is too large"),
     "engine_error": ((500, 503), "the engine failed; the server restarts"),
     "internal_error": ((500,), "the server failed on this request"),

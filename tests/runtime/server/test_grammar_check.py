@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from schemas import FOLLOWED, HOSTILE
 
 from busload_runtime.grammar.limits import EXTRA_BYTES
 from busload_runtime.grammar.text import GrammarTextError, choice_expression, grammar, json_expression
+from busload_runtime.server import grammar_check
 from busload_runtime.server.errors import ApiError
 from busload_runtime.server.grammar_check import GrammarChecker
 
@@ -62,6 +64,35 @@ async def test_a_process_that_is_killed_is_replaced(checker: GrammarChecker) -> 
     await checker._process.wait()
     assert await checker.check(grammar(choice_expression(["b"]))) == ""
     assert alive(checker) not in (None, first)
+
+
+async def test_no_time_to_check_says_nothing_against_a_grammar(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await checker.check(grammar(choice_expression(["a"]))) == ""
+    text = grammar(choice_expression(["b"]))
+    assert checker._process is not None
+    checker._process.send_signal(signal.SIGSTOP)
+    with monkeypatch.context() as patched:
+        patched.setattr(grammar_check, "_WALL_SECONDS", 0.2)
+        with pytest.raises(ApiError, match="busy") as caught:
+            await checker.check(text)
+    assert (caught.value.status, caught.value.code, caught.value.retry_after) == (429, "grammar_queue_full", 2)
+    assert await checker.check(text) == ""
+
+
+async def test_a_check_that_is_cut_off_says_nothing_against_a_grammar(checker: GrammarChecker) -> None:
+    assert await checker.check(grammar(choice_expression(["a"]))) == ""
+    text = grammar(choice_expression(["b"]))
+    process = checker._process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    work = asyncio.create_task(checker.check(text))
+    await asyncio.sleep(0)  # now it is asked, and cannot answer
+    process.kill()
+    with pytest.raises(ApiError, match="cut off"):
+        await work
+    assert await checker.check(text) == ""
 
 
 async def test_a_client_that_leaves_does_not_give_its_verdict_to_the_next(checker: GrammarChecker) -> None:

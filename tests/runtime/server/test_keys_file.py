@@ -74,6 +74,10 @@ def test_what_cannot_be_used_is_named_and_never_shown(content: str, message: str
     assert "sk-plain-secret" not in str(caught.value)
 
 
+def test_a_byte_order_mark_is_skipped() -> None:
+    assert parse_keys(b"\xef\xbb\xbf" + line("web", "k1").encode()).owner("Bearer k1").label == "web"
+
+
 def test_bytes_that_are_no_text() -> None:
     with pytest.raises(KeysError, match="not UTF-8"):
         parse_keys(b"\xff\xfe")
