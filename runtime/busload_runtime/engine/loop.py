@@ -22,7 +22,7 @@ from busload_runtime.engine.probe import Probed, probe
 from busload_runtime.engine.request import Output, Request
 from busload_runtime.engine.scheduler import RequestRefused, Scheduler
 from busload_runtime.engine.statistics import Statistics
-from busload_runtime.executors.contract import Computed, Executor, Overlapping, Pending
+from busload_runtime.executors.contract import Executor, Pending, launcher
 from busload_runtime.grammar.errors import GrammarError
 
 SPARE = 8 << 20
@@ -58,11 +58,7 @@ class Engine:
     ) -> None:
         """`plans_by_own_law`: nobody will tell a step law, so steps are planned by the one that is found here."""
         self._executor = executor
-        self._launch: Callable[[Plan], Pending]
-        if isinstance(executor, Overlapping):
-            self._launch, self._most_in_flight = executor.launch, 1
-        else:
-            self._launch, self._most_in_flight = lambda plan: Computed(executor.run(plan)), 0
+        self._launch, self._most_in_flight = launcher(executor)
         self._in_flight: deque[_Launched] = deque()
         self._last_result = clock()
         self._memory = memory

@@ -4,13 +4,14 @@ So the law is known before the first request: the operator predicts its first ch
 server without an operator can say how long its queue is. What runs later refines it.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from busload_runtime import step_law
 from busload_runtime.contract import StepLaw
 from busload_runtime.engine.plan import Chunk, Plan, SamplingParams
-from busload_runtime.executors.contract import Executor
+from busload_runtime.executors.contract import Executor, Pending, launcher
 
 SECONDS = 0.6
 """After which no further shape is tried. The first ones, without which there is no law, are tried in any case."""
@@ -59,9 +60,7 @@ def probe(
             break
         times = []
         for _ in range(2):
-            started = clock()
-            executor.run(_plan(shape, executor.block_size))
-            times.append(clock() - started)
+            times.append(_seconds(executor, _plan(shape, executor.block_size), clock))
             if times[0] >= REPEATED_BELOW:
                 break
         points.append((shape, min(times)))
@@ -70,6 +69,19 @@ def probe(
         return None
     law = step_law.fit(measured)
     return None if law is None else Probed(law, max(shape.batch for shape, _ in points))
+
+
+def _seconds(executor: Executor, plan: Plan, clock: Callable[[], float]) -> float:
+    """Of a step, from result to result, launched as the engine does: behind another one where steps overlap."""
+    launch, ahead = launcher(executor)
+    running: deque[Pending] = deque()
+    results = [clock()]
+    for left in reversed(range(1 + 2 * ahead)):
+        running.append(launch(plan))
+        while len(running) > (ahead if left else 0):
+            running.popleft().result()
+            results.append(clock())
+    return results[ahead + 1] - results[ahead]  # between those that fill and empty the row
 
 
 def _shapes(executor: Executor, num_blocks: int, token_budget: int, largest_batch: int) -> Iterator[Shape]:

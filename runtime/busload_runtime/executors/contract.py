@@ -1,6 +1,6 @@
 """What the engine asks of an executor. `reference` is the oracle for all others; all run the same conformance tests."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -80,3 +80,10 @@ class Overlapping(Protocol):
         have `PENDING` for the token that the step launched last draws for their request. `run` is `launch` and
         `result`. All results are taken before `run`, `resize` and `reserve`, and that of a step that scores a prompt
         before another `launch`."""
+
+
+def launcher(executor: Executor) -> tuple[Callable[[Plan], Pending], int]:
+    """How steps of an executor are launched, and how many may be in flight when the next one is."""
+    if isinstance(executor, Overlapping):
+        return executor.launch, 1
+    return lambda plan: Computed(executor.run(plan)), 0

@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -146,6 +147,17 @@ def test_a_step_takes_what_passes_between_two_results() -> None:
     assert engine.stats().busy_seconds == 15.0
 
 
+def test_steps_are_tried_as_they_are_run() -> None:
+    """One behind the other, so that the law before the first request is that of steps which overlap."""
+    device = Device()
+    engine = build(device)
+    assert engine.probe() is not None
+    assert device.steps == 3 * 4, "as many as a law needs, each between two others"
+    assert device.behind == 2 * 4
+    assert device.now == 100.0 + 2.0 * device.steps
+    assert not engine.has_work
+
+
 def test_an_aborted_request_keeps_its_blocks_from_others_until_the_step_has_ended() -> None:
     engine = build(LateExecutor(4, context_length=128), blocks=16)
     engine.submit(Submit(1, [1] * 15, 20))
@@ -226,7 +238,10 @@ def test_a_grammar_is_followed_before_the_next_step_is_planned() -> None:
     ends = 0
     while ends < 4:
         outputs += engine.compiled()
-        outputs += engine.step() if engine.has_work else []
+        if engine.has_work:
+            outputs += engine.step()
+        else:
+            time.sleep(0.001)  # a grammar is being compiled
         ends = sum(output.finish_reason is not None for output in outputs)
     outputs += run_all(engine)
     for request_id in (1, 2, 3):
