@@ -164,7 +164,7 @@ def plan(old: Sizing, seen: Seen) -> tuple[Sizing, Plan | None]:
     expected = sizing.jumps.tempered(offered.steady, untempered)
     jumps = learn_jumps(sizing.jumps, now, offered.steady, untempered, offered.short, seen.lead)
     errors = learn_errors(sizing.errors, now, expected, offered.short, seen.lead)
-    left = queued + (min(offered.short, expected) - seen.ready * most) * seen.lead
+    left = queued + (offered.short - seen.ready * most) * seen.lead
     bursty = offered.floor is not None
     backlog = max(0.0, left) / (BACKLOG_SECONDS * most) if late and not bursty else 0.0
     if offered.floor is not None:

@@ -208,15 +208,6 @@ def test_a_wait_within_its_objective_does_not_hurry_a_purchase() -> None:
     assert missed.buy
 
 
-def test_a_few_seconds_of_more_arrivals_make_no_backlog() -> None:
-    """Fifteen seconds of a fifth more are no jump, and go on for the lead time no more than any other chance."""
-    even = tuple(Arrivals(5.0 * t, 5.0 * t + 5, 100.0 if t < 21 else 122.0) for t in range(24))
-    _, found = plan(Sizing(), seen(even, 3, waiting=18.0))
-    assert found is not None
-    assert found.offered > 3 * 0.79
-    assert found.backlog == 0
-
-
 def test_bursts_shorter_than_the_lead_get_a_floor_instead_of_purchases() -> None:
     """Ten times the mean for ten seconds, in no order."""
     rng = random.Random(3)
