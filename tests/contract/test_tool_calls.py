@@ -183,6 +183,16 @@ def test_an_answer_is_calls_or_follows_the_response_format(hermes: LiveServer) -
             "tools[1].function.parameters",
             "not supported",
         ),
+        (
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"properties": {}, "required": [[]]}}}
+                ],
+                "tool_choice": "required",
+            },
+            "tools[0].function.parameters",
+            "required",
+        ),
         ({"tools": [NOW], "tool_choice": "required", **says("x")}, "structured_outputs", "leave one out"),
         (
             {
@@ -281,6 +291,34 @@ def test_move_keeps_its_references(hermes: LiveServer) -> None:
     body = {"tools": [MOVE], "tool_choice": {"type": "function", "function": {"name": "move"}}, "n": 4}
     for choice in chat(hermes, **body).json()["choices"]:
         check_calls(choice["message"]["tool_calls"])
+
+
+@pytest.mark.parametrize(
+    "parameters", [{"properties": {}}, {"properties": {"to": {"enum": ["a", "b"]}}, "required": ["to"]}]
+)
+def test_arguments_that_are_not_listed_are_not_made_up(hermes: LiveServer, parameters: dict[str, Any]) -> None:
+    """As clients send functions that say nothing about further arguments."""
+    tool = {"type": "function", "function": {"name": "go", "parameters": {"type": "object", **parameters}}}
+    for choice in chat(hermes, tools=[tool], tool_choice="required", n=4, seed=1).json()["choices"]:
+        assert choice["finish_reason"] == "tool_calls"
+        for call in choice["message"]["tool_calls"]:
+            assert json.loads(call["function"]["arguments"]).keys() == parameters["properties"].keys()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"additionalProperties": {"type": "integer", "minimum": 0, "maximum": 9}},
+        {"required": ["b"], "additionalProperties": True},
+        {"required": ["b"]},
+        {"properties": {}, "allOf": [{"properties": {"b": {"const": 1}}, "required": ["b"]}]},
+    ],
+)
+def test_arguments_that_a_schema_allows_are_not_shut_out(hermes: LiveServer, more: dict[str, Any]) -> None:
+    parameters = {"type": "object", "properties": {"a": {"const": 1}}, **more}
+    tool = {"type": "function", "function": {"name": "go", "parameters": parameters}}
+    answer = chat(hermes, tools=[tool], tool_choice="required", seed=1, max_tokens=40)
+    assert answer.status_code == 200, answer.text
 
 
 def test_tokenize_renders_tools_as_a_chat_does(hermes: LiveServer) -> None:

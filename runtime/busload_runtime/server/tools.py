@@ -15,6 +15,8 @@ from busload_runtime.server.tool_calls import CallsOfTools, ToolCallParser
 
 _MAX_CALLS = 8
 """In an answer that must be calls."""
+_OPEN = {"additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf"}
+"""What may allow arguments beside those that are listed."""
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -124,7 +126,17 @@ def _rules(tools: list[Function], tool_format: ToolFormat, begin: str, several: 
 
 
 def _parameters(tool: Function) -> dict[str, Any]:
-    return _NO_ARGUMENTS if tool.parameters is None else {"type": "object", **tool.parameters}
+    """The schema of a call's arguments. Where it lists them and is silent about others there are no others: functions
+    fail on arguments that they do not have, and clients (LangChain's) leave out to say so."""
+    if tool.parameters is None:
+        return _NO_ARGUMENTS
+    schema = {"type": "object", **tool.parameters}
+    listed, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(listed, dict) or not isinstance(required, list) or _OPEN & schema.keys():
+        return schema
+    if any(not isinstance(name, str) or name not in listed for name in required):
+        return schema
+    return {**schema, "additionalProperties": False}
 
 
 def _several(body: ChatRequest, tool_format: ToolFormat) -> bool:
