@@ -352,32 +352,29 @@ def test_modules_in_the_working_directory_are_not_the_engine_s(
     assert "both processes need" in result.stderr  # said by the engine, which thus has started
 
 
-# Runs `busload serve` and sends it SIGTERM when the module named first on the command line is about to be imported.
-_TERMINATED_AT_IMPORT = """
-import os, signal, sys
-module = sys.argv.pop(1)
+# Runs `busload serve` and sends it a signal when the module named first on the command line is about to be imported.
+_SIGNALLED_AT_IMPORT = """
+import os, sys
+module, number = sys.argv.pop(1), int(sys.argv.pop(1))
 class Finder:
     def find_spec(name, path=None, target=None):
         if name == module:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
 sys.meta_path.insert(0, Finder)
 """
 
 
-@pytest.mark.parametrize("module", ["busload_runtime.contract", "uvicorn", "busload_runtime.server.options", "jinja2"])
-def test_sigterm_during_the_imports_ends_it_with_0(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)]
+)
+@pytest.mark.parametrize("module", ["busload_runtime.contract", "busload_runtime.server.options", "uvicorn", "jinja2"])
+def test_a_signal_during_the_imports_ends_it_and_the_engine(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, number: signal.Signals, code: int
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    command = [
-        sys.executable,
-        "-c",
-        _TERMINATED_AT_IMPORT + START,
-        module,
-        "serve",
-        "--port=0",
-        f"--model={tiny_model}",
-    ]
+    flags = ["serve", "--port=0", f"--model={tiny_model}"]
+    command = [sys.executable, "-c", _SIGNALLED_AT_IMPORT + START, module, str(int(number)), *flags]
+    # Returns when the engine, too, has closed stderr.
     result = subprocess.run(command, capture_output=True, timeout=60)
-    assert (result.returncode, result.stderr) == (0, b"")
+    assert (result.returncode, result.stderr) == (code, b"")
     assert list(tmp_path.iterdir()) == []
