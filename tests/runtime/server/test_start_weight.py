@@ -53,7 +53,8 @@ def test_the_http_process_holds_no_numbers(tiny_model: Path) -> None:
     assert not found.intersection(("numpy", "gguf", "llguidance", "torch"))
 
 
-def test_both_processes_take_little_beside_weights_and_cache(tmp_path: Path) -> None:
+def test_both_processes_take_little_beside_weights_and_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BUSLOAD_THREADS", "2")  # each has scratch memory of its own
     with running(tmp_path) as server:
         metrics = server.metrics()
         weights = metrics["busload_weight_bytes"]
@@ -61,4 +62,4 @@ def test_both_processes_take_little_beside_weights_and_cache(tmp_path: Path) -> 
         written = (256 + 32 * 32) * metrics["busload_kv_bytes_per_token"]
         http, engine = private_bytes(server.process.pid), private_bytes(server.engine_pid())
     taken = (http + engine - weights - written) / 1e6
-    assert taken < 125, f"{http / 1e6:.0f} MB in the HTTP process, {engine / 1e6:.0f} MB in the engine"
+    assert taken < 110, f"{http / 1e6:.0f} MB in the HTTP process, {engine / 1e6:.0f} MB in the engine"
