@@ -32,6 +32,7 @@ KEEP_ALIVE_SECONDS = 75
 A head, and what is left of a body once its answer is out, must arrive in this time too."""
 _UNREAD_SECONDS = 300
 _LOOK_SECONDS = 1.0
+_PIECE_BYTES = 2**12
 _HEAD_BYTES = 2**16
 _CHUNK_FACTOR = 8  # a body in chunks of one byte takes six bytes for each
 
@@ -57,6 +58,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._unparsed = bytearray()
         self._expect_more()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -69,19 +71,33 @@ class HttpConnection(HttpToolsProtocol):
             self._running.disconnected = True
             self._running.message_event.set()
         self.pipeline.clear()
+        self._unparsed.clear()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._refusal is not None:
+        self._unparsed += data
+        self._parse_on()
+
+    def _parse_on(self) -> None:
+        """Parses what has come, but not far beyond a request that waits behind another: as bytes requests are small."""
+        begin = 0
+        if self.transport.is_closing():
             return
-        self._received += len(data)
-        self._unset_keepalive_if_required()
-        try:
-            self._parse(data)
-        except httptools.HttpParserError:
-            self._refuse(ApiError(400, "this is not a valid HTTP/1.1 request", code="invalid_http"))
-        if self._received - self._body_received > _HEAD_BYTES + _CHUNK_FACTOR * self._body_received:
-            self._refuse(_head_too_large())
+        if self._unparsed:
+            self._unset_keepalive_if_required()
+        while begin < len(self._unparsed) and not self.pipeline and self._refusal is None:
+            piece = bytes(self._unparsed[begin : begin + _PIECE_BYTES])
+            begin += len(piece)
+            self._received += len(piece)
+            try:
+                self._parse(piece)
+            except httptools.HttpParserError:
+                self._refuse(ApiError(400, "this is not a valid HTTP/1.1 request", code="invalid_http"))
+            if self._received - self._body_received > _HEAD_BYTES + _CHUNK_FACTOR * self._body_received:
+                self._refuse(_head_too_large())
+        del self._unparsed[: begin if self._refusal is None else None]
+        if self._unparsed:
+            self.flow.pause_reading()
 
     def _parse(self, data: bytes) -> None:
         while data:
@@ -152,6 +168,7 @@ class HttpConnection(HttpToolsProtocol):
         if self._received and not self.pipeline:
             self._expect_more()
         super().on_response_complete()
+        self._parse_on()
         if self._refusal is not None and self._idle:
             self._say(self._refusal)
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import resource
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -140,10 +141,12 @@ class Wire(asyncio.Transport):
 
 
 @pytest.fixture
-def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
+def wire(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
     monkeypatch.setattr(connection, "KEEP_ALIVE_SECONDS", 0.01)
     monkeypatch.setattr(connection, "_UNREAD_SECONDS", 0.01)
-    return Wire()
+    here, there = socket.socketpair()
+    with here, there:
+        yield Wire(here)
 
 
 def after(wire: Wire, act: Any) -> str:
@@ -188,6 +191,39 @@ def test_a_client_that_reads_again_is_kept(wire: Wire) -> None:
         subject.resume_writing()
 
     assert after(wire, act) == ""
+
+
+def test_requests_that_wait_behind_another_stay_bytes(wire: Wire) -> None:
+    """Parsed, they take a hundred times the memory, for as long as the first one runs."""
+    held: list[int] = []
+
+    def act(subject: HttpConnection) -> None:
+        subject.data_received(b"GET / HTTP/1.1\r\n\r\n" * 10_000)
+        held.append(len(subject.pipeline))
+
+    assert after(wire, act) == ""
+    assert 0 < held[0] < 300
+
+
+def test_what_comes_behind_a_last_request_is_not_served(wire: Wire) -> None:
+    paths: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        paths.append(scope["path"])
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+
+    async def live() -> None:
+        subject = HttpConnection(Config(app, lifespan="off", log_config=None), ServerState(), {})
+        subject.connection_made(wire)
+        subject.data_received(
+            b"GET /a HTTP/1.1\r\n\r\nGET /b HTTP/1.1\r\nConnection: close\r\n\r\n" + b"GET /c HTTP/1.1\r\n\r\n" * 500
+        )
+        await asyncio.sleep(0.1)
+
+    asyncio.run(live())
+    assert paths == ["/a", "/b"]
+    assert wire.ended == "closed"
 
 
 @pytest.mark.parametrize("leaves", [True, False])

@@ -56,7 +56,7 @@ def code(content: Any) -> str:
     return str(content["error"]["code"])
 
 
-@pytest.mark.parametrize("junk", [b"\0\0\r\n\r\n", b"GET / HTTP/1.1\r\nx: " + b"y" * 70_000 + b"\r\n\r\n"])
+@pytest.mark.parametrize("junk", [b"\0\0\r\n\r\n", b"GET / HTTP/1.1\r\nx: " + b"y" * 70_000])
 def test_what_cannot_be_read_is_answered_behind_what_could(tiny: LiveServer, junk: bytes) -> None:
     first, second, refusal = answers(told(tiny, post(BODY) * 2 + junk))
     assert first[0] == second[0] == 200
