@@ -27,12 +27,15 @@ demo-down: ## Removes all that `make demo` brought up
 setup: ## Virtual environment with everything the tests need
 	@$(PYTHON) -m e2e.setup test
 
-LIVE := tests/runtime tests/contract
-.PHONY: test test-unit test-pure test-live test-contract test-kernels kernel-gate gpu-check soak soak-short e2e lint
+# What starts servers and engines; the rest computes.
+LIVE := tests/contract tests/runtime/bench tests/runtime/engine tests/runtime/server
+.PHONY: test test-unit test-rest test-live test-contract test-kernels kernel-gate gpu-check soak soak-short e2e lint
 test: lint kernel-gate test-unit soak-short e2e ## Everything: lint, types, unit tests, a minute of soak, end-to-end tests
-test-unit: setup ## Unit and property tests (no cluster): what starts servers and engines, and beside it what does not
-	$(MAKE) --no-print-directory -j2 -Oline test-pure test-live
-test-pure: setup
+test-unit: setup ## Unit and property tests (no cluster), in two halves side by side
+	@echo "==> CPU engine: compiled on first use (a minute or two), then cached"
+	$(PY) -c "from busload_kernels.cpu import library; print(library.usable_isas())"
+	$(MAKE) --no-print-directory -j2 -Oline test-rest test-live
+test-rest: setup
 	$(PY) -m pytest tests $(LIVE:%=--ignore=%)
 test-live: setup
 	$(PY) -m pytest $(LIVE)
