@@ -343,11 +343,11 @@ async def test_one_hanging_call_does_not_stop_the_other_services(api: FakeApi, r
 async def test_a_hanging_call_ends_by_its_deadline_and_is_tried_again(
     api: FakeApi, running: Running, client: Any
 ) -> None:
-    client.timeout = 0.3
+    client.timeout = 2.0
     api.hanging.add("/deployments/chat")
     async with running():
         await api.put("inferenceservices", service())
-        await asyncio.sleep(1)
+        await asyncio.sleep(3)
         assert not api.get("deployments", "demo", "chat")
         api.hanging.clear()
         await settled(api)
