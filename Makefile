@@ -34,11 +34,12 @@ test: lint kernel-gate test-unit soak-short e2e ## Everything: lint, types, unit
 test-unit: setup ## Unit and property tests (no cluster), in two halves side by side
 	@echo "==> CPU engine: compiled on first use (a minute or two), then cached"
 	$(PY) -c "from busload_kernels.cpu import library; print(library.usable_isas())"
-	$(MAKE) --no-print-directory -j2 -Oline test-rest test-live
+	$(MAKE) --no-print-directory -j2 test-rest test-live
+# Whole lines, so that two halves can share a terminal: make's own way (-Oline) shows nothing before the end.
 test-rest: setup
-	$(PY) -m pytest tests $(LIVE:%=--ignore=%)
+	$(PY) -m pytest tests $(LIVE:%=--ignore=%) 2>&1 | sed -u 's/^/rest | /'
 test-live: setup
-	$(PY) -m pytest $(LIVE)
+	$(PY) -m pytest $(LIVE) 2>&1 | sed -u 's/^/live | /'
 test-contract: setup ## What a client may rely on, against live servers; public suites (7 minutes)
 	$(PY) -m pytest tests/contract
 	$(PY) -m e2e.contract
