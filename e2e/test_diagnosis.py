@@ -94,9 +94,12 @@ def _applied(cluster: Cluster, namespace: str, scene: Scene) -> bool:
     return (tuned.get("batchSize"), tuned.get("kvCachePercent")) == (scene.batch, scene.percent)
 
 
-def _diagnosed(cluster: Cluster, namespace: str, bottleneck: str) -> dict[str, Any] | None:
+def _diagnosed(cluster: Cluster, namespace: str, bottleneck: str) -> dict[str, Any]:
+    """Raises KeyError, which says what it is instead, while it is not this."""
     found: dict[str, Any] = services.get(cluster, namespace, NAME)["status"].get("diagnosis") or {}
-    return found if found.get("bottleneck") == bottleneck else None
+    if found.get("bottleneck") != bottleneck:
+        raise KeyError(f"{found.get('bottleneck')}: {found.get('evidence')}")
+    return found
 
 
 def _events(cluster: Cluster, namespace: str, reason: str) -> list[dict[str, Any]]:
