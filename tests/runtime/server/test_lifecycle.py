@@ -353,8 +353,10 @@ def test_modules_in_the_working_directory_are_not_the_engine_s(
 
 
 # Runs `busload serve` and sends it a signal when the module named first on the command line is about to be imported.
+# Shells start what runs in the background with SIGINT ignored, tests among it; a terminal does not.
 _SIGNALLED_AT_IMPORT = """
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 module, number = sys.argv.pop(1), int(sys.argv.pop(1))
 class Finder:
     def find_spec(name, path=None, target=None):
