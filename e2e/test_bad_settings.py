@@ -38,8 +38,8 @@ FILLING, MEASURED = 8.0, 30.0
 """Seconds until all places are taken, and then counted."""
 PREDICTED = 2.0
 """Factor by which an outcome may differ from its prediction here: a neighbour may take or leave half of the machine."""
-SETTLED = 45.0
-"""Seconds without a decision: longer than three windows, a change's settling and its judgement take."""
+SETTLED = 90.0
+"""Seconds without a decision: longer than the wait after a raise that showed nothing, some windows, and a judgement."""
 
 
 TRIES = 2

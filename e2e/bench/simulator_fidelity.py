@@ -1,6 +1,6 @@
 """Is the simulator believed? The same requests through a real server and through `busload simulate`'s pods.
 
-    python -m e2e.bench.simulator_fidelity                     # this runtime on this machine, about 6 minutes
+    python -m e2e.bench.simulator_fidelity                     # this runtime on this machine, about 15 minutes
     python -m e2e.bench.simulator_fidelity --measured FOLDER   # also a vLLM run that was recorded elsewhere
 
 - runtime: the step law is fitted from the server's own counters under closed loops of two other mixes; then three open
@@ -13,6 +13,14 @@ Bars: means within 10% and 95th percentiles within 20% of the real run, peak bat
 Nothing else may run on the machine: a step that is slowed down by a neighbour is not what the law describes. For
 the same reason the engine leaves a core to HTTP and to the client. A law that fits its own windows worse than 15% is
 not compared with anything (exit code 2).
+
+A shared machine is a quarter faster in one ten seconds than in the next, and a queue near its limit shows that many
+times over. So the speed that it had during a load is taken from that load's counters (busy seconds against what the law
+says for those steps, over five seconds), and the load is simulated at that speed: a, b, c and d are from the other
+mixes alone, and what is judged is all but the machine's speed. With `--steady` it is taken to be that of the fit.
+
+A lighter load lasts longer, so that as many requests come: of few, a percentile is one of three. A peak is a whole
+number, so one request more or less is within its bar.
 """
 
 import argparse
@@ -26,9 +34,10 @@ import threading
 import time
 import urllib.request
 import zlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -49,12 +58,14 @@ from e2e.bench.server import BusloadServer, serve, spare_one_core
 
 MIXES = {"chat": (100, 60), "long prompts": (400, 30)}
 """Medians of lognormal prompt and output lengths."""
-FIT_MIXES = ((60, 80), (500, 20))
-"""Two, since under one mix KV tokens and prompts grow with the batch alike, and no fit can tell them apart."""
+FIT_MIXES = ((60, 80), (500, 20), (300, 200))
+"""Three, since under one mix KV tokens and prompts grow with the batch alike, and no fit can tell them apart; under
+long prompts with short answers the prompts hide what their KV tokens cost."""
 LOADS = {"light": 0.3, "knee": 0.8, "overload": 1.5}
 """Shares of the capacity that the fitted law gives."""
 _LONGEST = 1024
 _FIT_LEVELS = (1, 2, 4, 8, 12, 16, 24)
+_FIT_ROUNDS = 2
 _SCRAPE_SECONDS = 1.0
 _WORST_LAW = 0.15
 """Error of a law that describes nothing; the tuner does not use such a one either."""
@@ -78,6 +89,8 @@ class Bar:
     figure: str
     allowed: float
     of: Callable[[Sequence[Timing]], float]
+    apart: float = 0.0
+    """The same in its unit."""
 
 
 def _mean(of: Callable[[Timing], float]) -> Callable[[Sequence[Timing]], float]:
@@ -121,7 +134,7 @@ BARS = (
     Bar("TTFT p95", 0.20, _p95(_ttft)),
     Bar("ITL p95", 0.20, _p95(_gap)),
     Bar("E2E p95", 0.20, _p95(_whole)),
-    Bar("peak batch", 0.05, _peak),
+    Bar("peak batch", 0.05, _peak, apart=1),
 )
 MEASURED_BARS = tuple(replace(bar, allowed=0.12) for bar in (*MEANS, Bar("makespan", 0.12, _makespan)))
 
@@ -133,7 +146,7 @@ def compare(name: str, bars: Sequence[Bar], real: Sequence[Timing], simulated: S
     for bar in bars:
         there, here = bar.of(real), bar.of(simulated)
         off = here / there - 1 if there else 0.0
-        within = abs(off) <= bar.allowed
+        within = abs(off) <= bar.allowed or abs(here - there) <= bar.apart
         good = good and within
         verdict = "ok" if within else "MISSED"
         figures = f"real {there:9.4f}  simulated {here:9.4f}  {off:+7.1%}  of {bar.allowed:.0%}"
@@ -161,14 +174,14 @@ class Windows:
     """What a scraper gathers while a load runs."""
 
     base: Base | None = None
-    windows: list[PodWindow] | None = None
+    windows: list[PodWindow] = field(default_factory=list)
     samples: dict[str, float] | None = None
 
 
 @contextmanager
 def scraped(server: BusloadServer) -> Iterator[Windows]:
     """Scrapes once a second in a thread; the windows are there when it ends."""
-    found, stop = Windows(windows=[]), threading.Event()
+    found, stop = Windows(), threading.Event()
 
     def scrape() -> None:
         text = urllib.request.urlopen(server.url.removesuffix("/v1") + "/metrics", timeout=5).read().decode()
@@ -179,7 +192,7 @@ def scraped(server: BusloadServer) -> Iterator[Windows]:
         now = time.monotonic()
         reading = read(found.base, PodSample("server", now, counters_from_samples(samples), True), now)
         found.base, found.samples = reading.base, samples
-        if reading.window is not None and found.windows is not None:
+        if reading.window is not None:
             found.windows.append(reading.window)
 
     def loop() -> None:
@@ -226,22 +239,65 @@ def requests(load: Sequence[Arrival], seed: int) -> Iterator[tuple[float, Reques
         yield arrival.at, Request(prompt, tokens, arrival.output)
 
 
-def fit_law(server: BusloadServer, levels: Sequence[int], seconds: float) -> Law:
-    """The step law from the server's counters. Windows in which the engine never idled also give the time between its
-    steps, which belongs to a step here: what clients wait for is the wall clock."""
-    fit = Fit()
-    for mix in FIT_MIXES:
-        load = flat(1000.0, 60.0, Lengths.lognormal(*mix, longest=_LONGEST // 2), seed=99)
-        source = (request for _, request in requests(load, seed=99))
-        for level in levels:
-            with scraped(server) as found:
-                asyncio.run(_closed(server, source, level, seconds))
-            for window in (found.windows or [])[1:-1]:
-                if window.running > 0 and window.running_peak >= level / 2:
-                    fit = add(fit, replace(window, busy_seconds=window.seconds))
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    law: Law
+    between: float
+    """Seconds per busy second while requests run: the time between two steps belongs to a step here, as what clients
+    wait for is the wall clock."""
+
+    def predicted(self, w: PodWindow) -> float:
+        law = self.law
+        return law.a * w.steps + law.b * w.step_batch + law.c * w.step_kv_tokens + law.d * w.prefill_tokens
+
+
+def fit_law(server: BusloadServer, levels: Sequence[int], seconds: float) -> Fitted:
+    """The step law from the server's counters, of windows in which the engine never idled. All levels twice, so that a
+    machine whose speed moves does not give each its own."""
+    loads = [flat(1000.0, 60.0, Lengths.lognormal(*mix, longest=_LONGEST // 2), seed=99) for mix in FIT_MIXES]
+    sources = [(request for _, request in requests(load, seed=99)) for load in loads]
+    fit, busy, whole = Fit(), 0.0, 0.0
+    for source, level in [(s, level) for _ in range(_FIT_ROUNDS) for s in sources for level in levels]:
+        with scraped(server) as found:
+            asyncio.run(_closed(server, source, level, seconds))
+        for window in found.windows[1:-1]:
+            if window.running > 0 and window.running_peak >= level / 2:
+                fit = add(fit, replace(window, busy_seconds=window.seconds))
+                busy, whole = busy + window.busy_seconds, whole + window.seconds
     law = solve(fit)
     assert law is not None, "no window under load"
-    return law
+    return Fitted(law, whole / busy)
+
+
+class Speed:
+    """How fast the machine was during a load: maps its seconds to those that the machine of the fit would need."""
+
+    def __init__(self, fitted: Fitted, windows: Sequence[PodWindow], began: float) -> None:
+        paces = []
+        for i in range(len(windows)):
+            around = windows[max(0, i - 2) : i + 3]
+            expected = sum(map(fitted.predicted, around))
+            paces.append(fitted.between * sum(w.busy_seconds for w in around) / expected if expected > 0 else 1.0)
+        self.slowest, self.fastest = max(paces, default=1.0), min(paces, default=1.0)
+        self._wall, self._machine = [0.0], [0.0]
+        for window, pace in zip(windows, paces, strict=True):
+            seconds = window.end - began - self._wall[-1]
+            self._machine.append(self._machine[-1] + seconds / pace)
+            self._wall.append(self._wall[-1] + seconds)
+        self._last = paces[-1] if paces else 1.0
+
+    def machine(self, wall: float) -> float:
+        return self._map(wall, self._wall, self._machine, 1 / self._last)
+
+    def wall(self, machine: float) -> float:
+        return self._map(machine, self._machine, self._wall, self._last)
+
+    @staticmethod
+    def _map(value: float, there: Sequence[float], here: Sequence[float], beyond: float) -> float:
+        i = min(bisect_right(there, value), len(there) - 1)
+        if value >= there[-1]:
+            return here[-1] + (value - there[-1]) * beyond
+        return here[i - 1] + (value - there[i - 1]) * (here[i] - here[i - 1]) / (there[i] - there[i - 1])
 
 
 def check_runtime(options: argparse.Namespace) -> bool:
@@ -256,7 +312,8 @@ def check_runtime(options: argparse.Namespace) -> bool:
     good = True
     with serve(*flags, environment=spare_one_core()) as server:
         levels = [level for level in _FIT_LEVELS if level <= 1.5 * limits.batch_size]
-        law = fit_law(server, levels, options.fit_seconds)
+        fitted = fit_law(server, levels, options.fit_seconds)
+        law = fitted.law
         print(
             f"law: a {1e3 * law.a:.3f} ms, b {1e3 * law.b:.4f} ms, c {1e9 * law.c:.1f} ns, d {1e6 * law.d:.2f} us, "
             f"error {law.error:.1%} over {law.samples} windows"
@@ -281,16 +338,28 @@ def check_runtime(options: argparse.Namespace) -> bool:
             for load_name, share in LOADS.items():
                 lengths = Lengths.lognormal(*medians, longest=_LONGEST // 2)
                 rate = share * requests_per_second(law, lengths, limits.batch_size)
-                load = flat(rate, options.seconds, lengths, seed=options.seed)
+                seconds = options.seconds * LOADS["overload"] / share
+                load = flat(rate, seconds, lengths, seed=options.seed)
                 texts = zlib.crc32(f"{mix} {load_name} {options.seed}".encode())
-                outcomes = asyncio.run(_open(server, requests(load, seed=texts)))
+                with scraped(server) as seen:
+                    began = time.monotonic()
+                    outcomes = asyncio.run(_open(server, requests(load, seed=texts)))
                 if bad := [outcome for outcome in outcomes if not outcome.ok]:
                     print(f"{mix}, {load_name}: {len(bad)} requests failed, first: {bad[0].error}", file=sys.stderr)
                     return False
                 real = [Timing(o.intended, o.chunks[0], o.chunks[-1], o.output_tokens) for o in outcomes]
-                here = simulated(load, hardware, replace(limits, kv_cache_percent=100))
-                good &= compare(f"{mix}, {load_name} ({rate:.1f}/s)", BARS, real, here)
+                speed = Speed(fitted, [] if options.steady else seen.windows, began)
+                here = at_speed(load, hardware, replace(limits, kv_cache_percent=100), speed)
+                moved = f"steps took {speed.fastest:.2f} to {speed.slowest:.2f} times what they took in the fit"
+                good &= compare(f"{mix}, {load_name} ({rate:.1f}/s), {moved}", BARS, real, here)
     return good
+
+
+def at_speed(load: Sequence[Arrival], hardware: Hardware, limits: Limits, speed: Speed) -> list[Timing]:
+    """Simulated on the machine of the fit, to which the load comes as slowly as it is fast."""
+    moved = [replace(arrival, at=speed.machine(arrival.at)) for arrival in load]
+    wall = speed.wall
+    return [Timing(wall(t.arrived), wall(t.first), wall(t.last), t.output) for t in simulated(moved, hardware, limits)]
 
 
 def requests_per_second(law: Law, lengths: Lengths, batch: int) -> float:
@@ -366,12 +435,13 @@ def gauge_law(gauges: Sequence[dict[str, float]], kv_tokens: int) -> Law:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=30.0, help="length of each load (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=30.0, help="length of overload (default: %(default)s)")
     parser.add_argument(
-        "--fit-seconds", type=float, default=8.0, help="per level and mix of the fit (default: %(default)s)"
+        "--fit-seconds", type=float, default=5.0, help="per level, mix and round of the fit (default: %(default)s)"
     )
     parser.add_argument("--batch-size", type=int, default=16, help="of the server (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--steady", action="store_true", help="the machine is taken to be as fast as in the fit")
     parser.add_argument("--measured", type=Path, help="folder of recorded runs")
     parser.add_argument("--only", choices=("runtime", "measured"), help="one of the two parts")
     options = parser.parse_args()

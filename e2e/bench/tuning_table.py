@@ -36,6 +36,23 @@ LOADS: dict[str, list[str]] = {
     "code x2, 8B on 96 GB": ["--trace", "azure2023_code.csv", "--copies", "2", "--replicas", "3"],
     "aibrix x6, 8B on 96 GB": ["--trace", "aibrix_8min_up_down.csv", "--copies", "6", "--replicas", "2"],
     "conv x3, 8B on 96 GB": ["--trace", CONV, "--copies", "3", "--replicas", "3"],
+    # The sizes of the policy study, of five to seven replicas.
+    "conv x5, 8B on 96 GB": ["--trace", CONV, "--copies", "5", "--spread", "5", "--replicas", "5"],
+    "conv x2, 8B on 24 GB": [
+        *("--trace", CONV, "--copies", "2", "--spread", "5", "--hardware", "tight", "--replicas", "6"),
+    ],
+    "flat 30/s, 8B on 96 GB": ["--load", "flat:30", "--lengths", CONV, "--minutes", "60", "--replicas", "5"],
+    "diurnal 10 to 60/s, 8B on 96 GB": [
+        *("--load", "diurnal:10:60", "--lengths", CONV, "--minutes", "90", "--cv", "1.2", "--replicas", "2"),
+    ],
+    "servegen to 60/s, 8B on 96 GB": [
+        *("--trace", "servegen_total_rate_week1.csv", "--rates", "m-small:1:60", "--lengths", CONV, "--cv", "1.5"),
+        *("--minutes", "120", "--replicas", "3"),
+    ],
+    "servegen to 14/s, 8B on 24 GB": [
+        *("--trace", "servegen_total_rate_week1.csv", "--rates", "m-large:2:14", "--lengths", CONV, "--cv", "1.5"),
+        *("--hardware", "tight", "--minutes", "120", "--replicas", "6"),
+    ],
     "mooncake, 8B on 96 GB": [
         *("--trace", "mooncake_conversation.jsonl", "--max-sequence-length", "131072", "--ttft", "5"),
         *("--replicas", "4"),

@@ -58,6 +58,6 @@ def _largest_batch(state: State, inputs: Inputs, picture: Picture, law: Law, eac
     within = (inputs.objectives.inter_token_latency - law.a) / each.slope
     held = state.lengths.held
     fits = KV_MARGIN * min(w.kv_tokens for w in picture.windows) / held if held > 0 else math.inf
-    refused = [r.value for r in state.refused if r.knob is Knob.BATCH_SIZE and r.until > inputs.now]
+    refused = [r.value for r in state.refused if r.knob is Knob.BATCH_SIZE and r.holds(inputs.now, law=True)]
     allowed = min([inputs.bounds.batch_size.max, *(max(r - 1, inputs.limits.batch_size) for r in refused)])
     return max(0.0, min(within, fits, float(allowed)))

@@ -83,8 +83,8 @@ class Situation:
         return self._refused(knob, down=True)
 
     def _refused(self, knob: Knob, down: bool) -> list[int]:
-        now = self.inputs.now
-        return [r.value for r in self.state.refused if (r.knob, r.down) == (knob, down) and r.until > now]
+        now, law = self.inputs.now, self.usable_law is not None
+        return [r.value for r in self.state.refused if (r.knob, r.down) == (knob, down) and r.holds(now, law)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """What the core remembers from step to step. Immutable: `step` returns a new one."""
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -116,6 +117,12 @@ class Refused:
     """Values from here on: upwards, or with `down` downwards (maxSequenceLength)."""
     until: float
     down: bool = False
+    law_from: float = math.inf
+    """From then on it is tried again if a usable law says that it is worth it."""
+
+    def holds(self, now: float, law: bool) -> bool:
+        """`law`: there is a usable one."""
+        return now < self.until and not (law and now >= self.law_from)
 
 
 @dataclass(frozen=True, slots=True)

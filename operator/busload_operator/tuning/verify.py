@@ -36,6 +36,9 @@ CALM_SECONDS = 60.0
 """Without a missed objective after which a smaller setting is found good."""
 RETRY_SECONDS = 600.0
 """In which a value that did not help is not tried again."""
+AGAIN_SECONDS = 60.0
+"""The same for more of a raise that showed neither gain nor loss, if a usable law says that it is worth it: a neighbour
+may have had the machine while it was judged, and by then the law has learned from it."""
 WORTH_IT_SECONDS = 1800.0
 """In which a lower sequence length that was worth it is not raised again for the requests it turns away."""
 
@@ -288,7 +291,8 @@ def _compare(pending: Pending, inputs: Inputs, windows: tuple[PodWindow, ...]) -
         return _put_back(pending, inputs, text, tokens, windows)
     judged = _close(pending, Verdict.INCONCLUSIVE, f"{change}, within the noise; it is kept", tokens, windows)
     # More of the same is not tried at once.
-    more = Refused(pending.decision.knob, pending.decision.after + 1, inputs.now + RETRY_SECONDS)
+    until, law_from = inputs.now + RETRY_SECONDS, inputs.now + AGAIN_SECONDS
+    more = Refused(pending.decision.knob, pending.decision.after + 1, until, law_from=law_from)
     return replace(judged, refused=more)
 
 

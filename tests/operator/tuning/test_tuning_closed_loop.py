@@ -254,6 +254,29 @@ def test_a_batch_that_brings_nothing_leads_to_replicas() -> None:
     assert "within the noise" in service.decisions[0].outcome.message
 
 
+def test_a_raise_judged_while_a_neighbour_has_part_of_the_machine_is_gone_on_with() -> None:
+    """It showed nothing then. The law says that more is worth it, so ten minutes would be too long to wait."""
+    own = StepLaw(a=0.04, b=0.008)
+    service = Service(law=own, probed=True, bounds=replace(BOUNDS, replicas=Range(1, 1)))
+    service.clients = 40
+    while not service.decisions:
+        service.run(2)
+    for pod in service.pods:
+        pod.law = StepLaw(1.3 * own.a, 1.3 * own.b, 0.0, 1.3 * own.d)
+    while service.decisions[0].outcome.verdict is Verdict.PENDING:
+        service.run(2)
+    for pod in service.pods:
+        pod.law = own
+    assert service.decisions[0].after == 8
+    assert "within the noise" in service.decisions[0].outcome.message
+    judged = service.now
+    service.run(50)
+    assert service.limits.batch_size == 8, "more of the same is not tried at once"
+    service.run(judged + 180 - service.now)
+    assert service.limits.batch_size == 16
+    assert service.decisions[1].outcome.verdict is Verdict.CONFIRMED
+
+
 def test_kv_bound_raises_the_kv_fraction() -> None:
     service = Service(blocks=100, limits=replace(LIMITS, batch_size=16), bounds=replace(BOUNDS, replicas=Range(1, 1)))
     service.clients = 20

@@ -1,0 +1,59 @@
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from busload_operator.tuning import Law
+from busload_operator.tuning.window import PodWindow
+from e2e.bench.simulator_fidelity import BARS, Fitted, Speed, Timing, compare
+
+FITTED = Fitted(Law(a=0.01, b=0.0, c=0.0, d=0.0, error=0.0, samples=1, batch_min=1, batch_max=1, usable=True), 1.0)
+
+
+def windows(*busy: float) -> list[PodWindow]:
+    """A second each, of as many steps as take half a second at the speed of the fit; busy for so long."""
+    nothing: dict[str, Any] = {field.name: 0.0 for field in fields(PodWindow)}
+    given = [
+        {"start": 100.0 + i, "end": 101.0 + i, "seconds": 1.0, "steps": 50.0 if b else 0.0, "busy_seconds": b}
+        for i, b in enumerate(busy)
+    ]
+    return [PodWindow(**(nothing | values)) for values in given]
+
+
+def test_at_half_the_speed_a_load_takes_half_as_many_seconds_of_the_machine_of_the_fit() -> None:
+    speed = Speed(FITTED, windows(*[1.0] * 10), began=100.0)
+    assert (speed.fastest, speed.slowest) == (2.0, 2.0)
+    assert speed.machine(4.0) == pytest.approx(2.0)
+    assert speed.wall(2.0) == pytest.approx(4.0)
+    assert speed.wall(20.0) == pytest.approx(40.0), "beyond the last window it goes on as it was"
+
+
+def test_five_windows_tell_a_speed() -> None:
+    speed = Speed(FITTED, windows(*[0.5] * 10, *[1.0] * 10), began=100.0)
+    assert (speed.fastest, speed.slowest) == (1.0, 2.0)
+    assert speed.machine(8.0) == pytest.approx(8.0)
+    assert speed.machine(20.0) - speed.machine(12.0) == pytest.approx(4.0)
+
+
+def test_an_idle_machine_is_as_fast_as_in_the_fit() -> None:
+    assert Speed(FITTED, windows(0.0, 0.0, 0.0), began=100.0).machine(2.5) == pytest.approx(2.5)
+    assert Speed(FITTED, [], began=0.0).wall(7.0) == 7.0
+
+
+@given(
+    st.lists(st.floats(min_value=0.1, max_value=1.0), min_size=1, max_size=30), st.floats(min_value=0, max_value=100)
+)
+def test_there_and_back(busy: list[float], wall: float) -> None:
+    speed = Speed(FITTED, windows(*busy), began=100.0)
+    assert speed.wall(speed.machine(wall)) == pytest.approx(wall, abs=1e-6)
+
+
+def test_one_request_more_at_the_peak_is_no_miss(capsys: pytest.CaptureFixture[str]) -> None:
+    real = [Timing(0.0, 1.0, 2.0, 10), Timing(0.0, 1.5, 2.5, 10)]
+    apart = [Timing(0.0, 1.0, 2.0, 10), Timing(0.0, 2.0, 2.5, 10)]
+    peak = [bar for bar in BARS if bar.figure == "peak batch"]
+    assert compare("x", peak, real, apart)
+    assert not compare("x", peak, [*real, *real], [apart[0]])
+    assert "MISSED" in capsys.readouterr().out
