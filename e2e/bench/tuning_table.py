@@ -41,15 +41,15 @@ LOADS: dict[str, list[str]] = {
     "conv x2, 8B on 24 GB": [
         *("--trace", CONV, "--copies", "2", "--spread", "5", "--hardware", "tight", "--replicas", "6"),
     ],
-    "flat 30/s, 8B on 96 GB": ["--load", "flat:30", "--lengths", CONV, "--minutes", "60", "--replicas", "5"],
-    "diurnal 10 to 60/s, 8B on 96 GB": [
+    "flat 30 a second, 8B on 96 GB": ["--load", "flat:30", "--lengths", CONV, "--minutes", "60", "--replicas", "5"],
+    "diurnal 10 to 60 a second, 8B on 96 GB": [
         *("--load", "diurnal:10:60", "--lengths", CONV, "--minutes", "90", "--cv", "1.2", "--replicas", "2"),
     ],
-    "servegen to 60/s, 8B on 96 GB": [
+    "servegen to 60 a second, 8B on 96 GB": [
         *("--trace", "servegen_total_rate_week1.csv", "--rates", "m-small:1:60", "--lengths", CONV, "--cv", "1.5"),
         *("--minutes", "120", "--replicas", "3"),
     ],
-    "servegen to 14/s, 8B on 24 GB": [
+    "servegen to 14 a second, 8B on 24 GB": [
         *("--trace", "servegen_total_rate_week1.csv", "--rates", "m-large:2:14", "--lengths", CONV, "--cv", "1.5"),
         *("--hardware", "tight", "--minutes", "120", "--replicas", "6"),
     ],
