@@ -49,8 +49,8 @@ LOADS: dict[str, list[str]] = {
         *("--trace", "servegen_total_rate_week1.csv", "--rates", "m-small:1:60", "--lengths", CONV, "--cv", "1.5"),
         *("--minutes", "120", "--replicas", "3"),
     ],
-    "servegen to 14 a second, 8B on 24 GB": [
-        *("--trace", "servegen_total_rate_week1.csv", "--rates", "m-large:2:14", "--lengths", CONV, "--cv", "1.5"),
+    "servegen to 28 a second, 8B on 24 GB": [
+        *("--trace", "servegen_total_rate_week1.csv", "--rates", "m-large:2:28", "--lengths", CONV, "--cv", "1.5"),
         *("--hardware", "tight", "--minutes", "120", "--replicas", "6"),
     ],
     "mooncake, 8B on 96 GB": [
