@@ -42,8 +42,8 @@ LOADS: dict[str, list[str]] = {
         *("--trace", CONV, "--copies", "2", "--spread", "5", "--hardware", "tight", "--replicas", "6"),
     ],
     "flat 30 a second, 8B on 96 GB": ["--load", "flat:30", "--lengths", CONV, "--minutes", "60", "--replicas", "5"],
-    "diurnal 10 to 60 a second, 8B on 96 GB": [
-        *("--load", "diurnal:10:60", "--lengths", CONV, "--minutes", "90", "--cv", "1.2", "--replicas", "2"),
+    "diurnal 8 to 40 a second, 8B on 96 GB": [
+        *("--load", "diurnal:8:40", "--lengths", CONV, "--minutes", "90", "--cv", "1.2", "--replicas", "2"),
     ],
     "servegen to 60 a second, 8B on 96 GB": [
         *("--trace", "servegen_total_rate_week1.csv", "--rates", "m-small:1:60", "--lengths", CONV, "--cv", "1.5"),

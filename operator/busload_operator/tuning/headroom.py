@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 
 TARGET = 0.99
 """Share of requests that should be inside the objectives."""
-
+_TOO_MANY, _HARDLY_ANY = 0.7, 0.4
+"""Shares of the misses that the target allows: from the first on a replica is planned less full, as misses in bursts,
+which teach nothing, count against the target too; under the second fuller."""
 _START = 0.85
 _LOWEST = 0.70
 """Below it what is missed is hardly missed for want of replicas: very long prompts, say, miss on an idle pod too."""
@@ -83,12 +85,12 @@ def learn_kappa(old: Kappa, now: Outcomes, late: bool, replicas: int) -> Kappa:
         return kappa
     missed = sum(o.missed for o in clean) / requests - kappa.unavoidable
     mean = sum(o.load for o in clean) / len(clean)
-    if missed > 1 - TARGET and mean > _QUIET * kappa.value:
+    if missed > _TOO_MANY * (1 - TARGET) and mean > _QUIET * kappa.value:
         lower = max(_LOWEST, 0.95 * kappa.value)
         return replace(kappa, bad=min(kappa.bad, kappa.value), value=lower, changed_at=now.at, clean=())
     tested = max(o.load for o in clean) > _TESTED * kappa.value
     one_less_may_do = replicas > 1 and now.load * replicas / (replicas - 1) < 1.15 * kappa.value
-    if missed < 0.4 * (1 - TARGET) and (tested or one_less_may_do):
+    if missed < _HARDLY_ANY * (1 - TARGET) and (tested or one_less_may_do):
         bad = min(1.1, _FORGIVING * kappa.bad)
         higher = max(kappa.value, min(1.0, 1.05 * kappa.value, 0.98 * bad))
         return replace(kappa, bad=bad, value=higher, changed_at=now.at)
@@ -191,7 +193,7 @@ def learn_quantile(old: Errors, now: Outcomes, unavoidable: float = 0.0) -> Erro
         return errors
     missed = sum(o.missed for o in outcomes) / max(1.0, sum(o.requests for o in outcomes)) - unavoidable
     quantile = old.quantile
-    if missed > 1 - TARGET:
+    if missed > _TOO_MANY * (1 - TARGET):
         quantile = min(_QUANTILE_MOST, quantile + 0.01)
     elif missed < 0.3 * (1 - TARGET):
         quantile = max(_QUANTILE_LEAST, quantile - 0.01)

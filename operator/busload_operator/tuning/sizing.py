@@ -25,7 +25,7 @@ PLAIN = 1.25
 """So many times the replicas there are: no further step is waited for."""
 STILL_THERE = 2.0
 """So many times what arrived in the last 15 s is bought for at most."""
-DEAD_BAND = 0.1
+DEAD_BAND = 0.03
 """Of a replica that may lack before one is bought."""
 SALE_BAND = 0.05
 """Of a replica that must be left over when one is sold."""
@@ -164,7 +164,9 @@ def plan(old: Sizing, seen: Seen) -> tuple[Sizing, Plan | None]:
     expected = sizing.jumps.tempered(offered.steady, untempered)
     jumps = learn_jumps(sizing.jumps, now, offered.steady, untempered, offered.short, seen.lead)
     errors = learn_errors(sizing.errors, now, expected, offered.short, seen.lead)
-    left = queued + (offered.short - seen.ready * most) * seen.lead
+    # Those that start are here for half of the lead time, in the mean.
+    present = seen.ready + max(0, n - seen.ready) / 2
+    left = queued + (offered.short - present * most) * seen.lead
     bursty = offered.floor is not None
     backlog = max(0.0, left) / (BACKLOG_SECONDS * most) if late and not bursty else 0.0
     if offered.floor is not None:
