@@ -53,6 +53,13 @@ LOADS: dict[str, list[str]] = {
         *("--trace", "servegen_total_rate_week1.csv", "--rates", "m-large:2:28", "--lengths", CONV, "--cv", "1.5"),
         *("--hardware", "tight", "--minutes", "120", "--replicas", "6"),
     ],
+    "flat 40 a second, 135M on CPUs": [
+        *("--load", "flat:40", "--lengths", "148:67", "--hardware", "cpu", "--minutes", "60", "--replicas", "7"),
+    ],
+    "servegen to 45 a second, 135M on CPUs": [
+        *("--trace", "servegen_total_rate_week1.csv", "--rates", "m-small:1:45", "--lengths", "148:67", "--cv", "1.5"),
+        *("--hardware", "cpu", "--minutes", "120", "--replicas", "3"),
+    ],
     "mooncake, 8B on 96 GB": [
         *("--trace", "mooncake_conversation.jsonl", "--max-sequence-length", "131072", "--ttft", "5"),
         *("--replicas", "4"),
