@@ -31,7 +31,7 @@ SALE_BAND = 0.05
 """Of a replica that must be left over when one is sold."""
 YOUNG_SECONDS = 300.0
 """Without a sale after the first plan."""
-HOLD_LEAST, HOLD_MOST = 60.0, 240.0
+HOLD_LEAST, HOLD_MOST = 60.0, 120.0
 """For how long two replicas less or more must have been enough: a learned time between these."""
 ONE_LESS = 180.0
 """The same for one less, which saves less and is sooner a mistake: four times as long when the other is doubled."""
