@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from busload_operator.tuning import Law
 from busload_operator.tuning.window import PodWindow
-from e2e.bench.simulator_fidelity import BARS, Fitted, Speed, Timing, compare
+from e2e.bench.simulator_fidelity import Fitted, Speed
 
 FITTED = Fitted(Law(a=0.01, b=0.0, c=0.0, d=0.0, error=0.0, samples=1, batch_min=1, batch_max=1, usable=True), 1.0)
 
@@ -48,12 +48,3 @@ def test_an_idle_machine_is_as_fast_as_in_the_fit() -> None:
 def test_there_and_back(busy: list[float], wall: float) -> None:
     speed = Speed(FITTED, windows(*busy), began=100.0)
     assert speed.wall(speed.machine(wall)) == pytest.approx(wall, abs=1e-6)
-
-
-def test_one_request_more_at_the_peak_is_no_miss(capsys: pytest.CaptureFixture[str]) -> None:
-    real = [Timing(0.0, 1.0, 2.0, 10), Timing(0.0, 1.5, 2.5, 10)]
-    apart = [Timing(0.0, 1.0, 2.0, 10), Timing(0.0, 2.0, 2.5, 10)]
-    peak = [bar for bar in BARS if bar.figure == "peak batch"]
-    assert compare("x", peak, real, apart)
-    assert not compare("x", peak, [*real, *real], [apart[0]])
-    assert "MISSED" in capsys.readouterr().out
