@@ -17,7 +17,8 @@ not compared with anything (exit code 2).
 A shared machine is a quarter faster in one ten seconds than in the next, and a queue near its limit shows that many
 times over. So the speed that it had during a load is taken from that load's counters (busy seconds against what the law
 says for those steps, over five seconds), and the load is simulated at that speed: a, b, c and d are from the other
-mixes alone, and what is judged is all but the machine's speed. With `--steady` it is taken to be that of the fit.
+mixes alone. Such a speed also takes up what the law itself misses at that load's batch and mix: scheduling, queues and
+HTTP are judged, not the law. With `--steady` the speed is taken to be that of the fit, and the law is judged too.
 
 A lighter load lasts longer, so that as many requests come: of few, a percentile is one of three.
 """

@@ -36,7 +36,7 @@ LOADS: dict[str, list[str]] = {
     "code x2, 8B on 96 GB": ["--trace", "azure2023_code.csv", "--copies", "2", "--replicas", "3"],
     "aibrix x6, 8B on 96 GB": ["--trace", "aibrix_8min_up_down.csv", "--copies", "6", "--replicas", "2"],
     "conv x3, 8B on 96 GB": ["--trace", CONV, "--copies", "3", "--replicas", "3"],
-    # The sizes of the policy study, of five to seven replicas.
+    # Fleets of three to ten replicas.
     "conv x5, 8B on 96 GB": ["--trace", CONV, "--copies", "5", "--spread", "5", "--replicas", "5"],
     "conv x2, 8B on 24 GB": [
         *("--trace", CONV, "--copies", "2", "--spread", "5", "--hardware", "tight", "--replicas", "6"),

@@ -192,6 +192,16 @@ def test_backlog_is_bought_for_only_where_a_new_replica_can_still_help() -> None
     assert long.buy
 
 
+def test_replicas_that_start_are_there_for_half_of_the_lead_time() -> None:
+    """Two that start do 65 s of work of one replica until a further one could come, of a backlog for 120 s."""
+    calm = poisson(5, 120)
+    _, alone = plan(Sizing(), seen(calm, 2, waiting=3000.0))
+    _, two_come = plan(Sizing(), seen(calm, 4, waiting=3000.0, ready=2))
+    assert alone is not None
+    assert two_come is not None
+    assert alone.backlog - two_come.backlog == pytest.approx(65 / 120)
+
+
 def test_a_wait_within_its_objective_does_not_hurry_a_purchase() -> None:
     """Three of four replicas are there; so many requests wait that it takes three quarters of the objective, or all."""
     load = poisson(20, 120)
@@ -274,6 +284,11 @@ def test_kappa_rises_while_hardly_any_request_misses_and_falls_while_too_many_do
     for step in range(720):
         idle = learn_kappa(idle, outcomes(5.0 * step, 0.0, 0.2), False, 1)
     assert idle.value == Kappa().value, "a single idle replica tests nothing"
+
+
+def test_kappa_falls_before_misses_are_as_many_as_the_target_allows() -> None:
+    """Of 1%, so that misses in bursts, from which nothing is learned, have room in it."""
+    assert learned(0.008, 0.8, minutes=10).value < Kappa().value == learned(0.006, 0.8, minutes=10).value
 
 
 def test_kappa_learns_nothing_while_the_plan_is_not_kept() -> None:
