@@ -23,7 +23,7 @@ def windows(*busy: float) -> list[PodWindow]:
 
 
 def test_at_half_the_speed_a_load_takes_half_as_many_seconds_of_the_machine_of_the_fit() -> None:
-    speed = Speed(FITTED, windows(*[1.0] * 10), began=100.0)
+    speed = Speed.seen(FITTED, windows(*[1.0] * 10), began=100.0)
     assert (speed.fastest, speed.slowest) == (2.0, 2.0)
     assert speed.machine(4.0) == pytest.approx(2.0)
     assert speed.wall(2.0) == pytest.approx(4.0)
@@ -31,20 +31,28 @@ def test_at_half_the_speed_a_load_takes_half_as_many_seconds_of_the_machine_of_t
 
 
 def test_five_windows_tell_a_speed() -> None:
-    speed = Speed(FITTED, windows(*[0.5] * 10, *[1.0] * 10), began=100.0)
+    speed = Speed.seen(FITTED, windows(*[0.5] * 10, *[1.0] * 10), began=100.0)
     assert (speed.fastest, speed.slowest) == (1.0, 2.0)
     assert speed.machine(8.0) == pytest.approx(8.0)
     assert speed.machine(20.0) - speed.machine(12.0) == pytest.approx(4.0)
 
 
 def test_an_idle_machine_is_as_fast_as_in_the_fit() -> None:
-    assert Speed(FITTED, windows(0.0, 0.0, 0.0), began=100.0).machine(2.5) == pytest.approx(2.5)
-    assert Speed(FITTED, [], began=0.0).wall(7.0) == 7.0
+    assert Speed.seen(FITTED, windows(0.0, 0.0, 0.0), began=100.0).machine(2.5) == pytest.approx(2.5)
+
+
+def test_one_speed_for_all_of_a_load() -> None:
+    speed = Speed([(1.0, 1.25)])
+    assert (speed.machine(0.5), speed.machine(5.0), speed.wall(4.0)) == pytest.approx((0.4, 4.0, 5.0))
+
+
+def test_a_pace_is_the_sum_over_its_windows() -> None:
+    assert FITTED.pace(windows(0.5, 1.0, 1.0, 1.0)) == pytest.approx(1.75)
 
 
 @given(
     st.lists(st.floats(min_value=0.1, max_value=1.0), min_size=1, max_size=30), st.floats(min_value=0, max_value=100)
 )
 def test_there_and_back(busy: list[float], wall: float) -> None:
-    speed = Speed(FITTED, windows(*busy), began=100.0)
+    speed = Speed.seen(FITTED, windows(*busy), began=100.0)
     assert speed.wall(speed.machine(wall)) == pytest.approx(wall, abs=1e-6)
