@@ -30,7 +30,7 @@ DEAD_BAND = 0.03
 SALE_BAND = 0.05
 """Of a replica that must be left over when one is sold."""
 YOUNG_SECONDS = 300.0
-"""Without a sale after the first plan."""
+"""After the first plan, without a sale; and without a purchase for margins that are only assumed yet."""
 HOLD_LEAST, HOLD_MOST = 60.0, 120.0
 """For how long two replicas less or more must have been enough: a learned time between these."""
 ONE_LESS = 180.0
@@ -142,6 +142,12 @@ class Sizing:
     sold_load: float = 0.0
     """Work that was expected then."""
 
+    def assumes_margins(self, now: float) -> bool:
+        """Whether nobody knows yet, neither this process nor one before it, how wrong forecasts are and how full a
+        replica may be; misses that have been seen say at least that it may not be so full."""
+        young = self.since is not None and now - self.since < YOUNG_SECONDS
+        return young and self.errors.prior == Errors().prior and self.kappa.value >= Kappa().value
+
     @property
     def hold_one(self) -> float:
         return ONE_LESS * (max(self.hold, HOLD_LEAST) / HOLD_LEAST) ** 2
@@ -180,11 +186,14 @@ def plan(old: Sizing, seen: Seen) -> tuple[Sizing, Plan | None]:
     up = _whole(needed)
     wants = (*(w for w in sizing.wants if w.at > now - sizing.hold_one - 60.0), want)
     short = sizing.short + 1 if up > n else 0
+    # What somebody chose to begin with is not changed for margins that nobody has measured.
+    half_the_margins = _whole(want.up((1 + error) / 2, (capacity + most) / 2))
+    plainly = late or offered.jump > 1 or half_the_margins > n or not sizing.assumes_margins(now)
     sizing = replace(sizing, errors=errors, jumps=jumps, wants=wants, short=short)
     sell_to = _sell_to(sizing, now, n, lambda w: w.enough(error, error_down, capacity, most))
     return sizing, Plan(
         up=up,
-        buy=up > n and (short >= UP_WINDOWS or needed > PLAIN * n or wait > seen.time_to_first_token),
+        buy=up > n and plainly and (short >= UP_WINDOWS or needed > PLAIN * n or wait > seen.time_to_first_token),
         sell_to=sell_to,
         offered=offered.short,
         expected=expected,

@@ -117,6 +117,42 @@ def test_flat_load_is_sized_once() -> None:
         assert last.expected == pytest.approx(2.0, rel=0.15)
 
 
+STEADY = poisson(45, 600)
+"""Keeps 5.7 of 7 replicas busy; 7.6 with the margins that are assumed at first."""
+
+
+def first_purchase(
+    sizing: Sizing, replicas: int, arrivals: tuple[Arrivals, ...] = STEADY, **changes: object
+) -> float | None:
+    for end in range(5, len(arrivals) + 1):
+        sizing, found = plan(sizing, seen(arrivals[:end], replicas, **changes))
+        if found is not None and found.buy:
+            return arrivals[end - 1].end
+    return None
+
+
+def test_a_young_fleet_is_not_enlarged_for_margins_that_nobody_has_measured() -> None:
+    bought = first_purchase(Sizing(), 7)
+    assert bought is not None
+    assert 300 <= bought <= 345, "what is known then says that seven are too few"
+
+
+@pytest.mark.parametrize(
+    ("sizing", "replicas", "changes"),
+    [
+        (Sizing(), 5, {}),
+        (Sizing(), 7, {"waiting": 60.0}),
+        (Sizing(errors=Errors(prior=(1.14,) * 14)), 7, {}),
+        (Sizing(kappa=Kappa(0.80, 0.85)), 7, {}),
+    ],
+    ids=["plainly too few", "requests wait", "errors were learned before", "the share was learned before"],
+)
+def test_a_young_fleet_is_enlarged_for_what_is_known(sizing: Sizing, replicas: int, changes: dict[str, object]) -> None:
+    bought = first_purchase(sizing, replicas, **changes)
+    assert bought is not None
+    assert bought <= 60
+
+
 def test_too_many_are_sold_after_the_hold_and_too_few_bought_at_once() -> None:
     made, _ = followed(poisson(20, 1200), 8)
     assert made[0][1] == 4
@@ -263,6 +299,12 @@ def test_a_purchase_for_the_load_that_a_sale_was_made_for_doubles_the_hold_an_ho
     assert changed(sizing, 4000.0, 3, 4, planned(1.8), 65.0).hold == 2 * sizing.hold
     assert changed(sizing, 4000.0, 3, 4, planned(1.9), 65.0).hold == sizing.hold, "over half a replica more"
     assert changed(sizing, 4700.0, 3, 4, planned(1.8), 65.0).hold == sizing.hold
+
+
+def test_a_young_fleet_follows_a_load_that_jumps() -> None:
+    bought = first_purchase(Sizing(), 7, (*poisson(30, 120), *poisson(45, 480, start=120.0)))
+    assert bought is not None
+    assert 120 < bought <= 160
 
 
 def outcomes(at: float, share: float, load: float) -> Outcomes:
