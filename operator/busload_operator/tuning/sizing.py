@@ -30,7 +30,7 @@ DEAD_BAND = 0.03
 SALE_BAND = 0.05
 """Of a replica that must be left over when one is sold."""
 YOUNG_SECONDS = 300.0
-"""After the first plan, without a sale; and without a purchase for margins that are only assumed yet."""
+"""After the first plan, without a sale, and with half of the margins for purchases as long as they are assumed."""
 HOLD_LEAST, HOLD_MOST = 60.0, 120.0
 """For how long two replicas less or more must have been enough: a learned time between these."""
 ONE_LESS = 180.0
@@ -181,30 +181,30 @@ def plan(old: Sizing, seen: Seen) -> tuple[Sizing, Plan | None]:
         # A burst that is over is no reason to buy, though the mean of a minute still shows it.
         lasting = min(expected, STILL_THERE * offered.short)
         want = Want(now, expected, lasting, expected + offered.scatter, backlog)
-    error, error_down = errors.up, errors.down
-    needed = want.up(error, capacity)
+    error, given = errors.up, capacity
+    if sizing.assumes_margins(now) and not late and offered.jump <= 1:
+        # What somebody chose to begin with is not changed for much that nobody has measured.
+        error, given = (1 + error) / 2, (capacity + most) / 2
+    needed = want.up(error, given)
     up = _whole(needed)
     wants = (*(w for w in sizing.wants if w.at > now - sizing.hold_one - 60.0), want)
     short = sizing.short + 1 if up > n else 0
-    # What somebody chose to begin with is not changed for margins that nobody has measured.
-    half_the_margins = _whole(want.up((1 + error) / 2, (capacity + most) / 2))
-    plainly = late or offered.jump > 1 or half_the_margins > n or not sizing.assumes_margins(now)
     sizing = replace(sizing, errors=errors, jumps=jumps, wants=wants, short=short)
-    sell_to = _sell_to(sizing, now, n, lambda w: w.enough(error, error_down, capacity, most))
+    sell_to = _sell_to(sizing, now, n, lambda w: w.enough(errors.up, errors.down, capacity, most))
     return sizing, Plan(
         up=up,
-        buy=up > n and plainly and (short >= UP_WINDOWS or needed > PLAIN * n or wait > seen.time_to_first_token),
+        buy=up > n and (short >= UP_WINDOWS or needed > PLAIN * n or wait > seen.time_to_first_token),
         sell_to=sell_to,
         offered=offered.short,
         expected=expected,
         error=error,
-        capacity=capacity,
+        capacity=given,
         kappa=sizing.kappa.value,
         wait=wait,
         backlog=backlog,
         batch=seen.batch,
         lead=seen.lead,
-        load_after=expected * error_down / sell_to,
+        load_after=expected * errors.down / sell_to,
     )
 
 
