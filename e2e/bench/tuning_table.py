@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-CONV = "azure2023_conv.csv"
+CONV, AIBRIX, ARXIV = "azure2023_conv.csv", "aibrix_8min_up_down.csv", "arxiv_summarization_lengths.csv"
 LOADS: dict[str, list[str]] = {
     "conv, 8B on 24 GB": ["--trace", CONV, "--hardware", "tight", "--replicas", "4"],
     "flat, 8B on 24 GB": [
@@ -34,7 +34,7 @@ LOADS: dict[str, list[str]] = {
     ],
     "diurnal, 135M on CPUs": ["--load", "diurnal:3:15", "--lengths", "200:80", "--hardware", "cpu", "--minutes", "40"],
     "code x2, 8B on 96 GB": ["--trace", "azure2023_code.csv", "--copies", "2", "--replicas", "3"],
-    "aibrix x6, 8B on 96 GB": ["--trace", "aibrix_8min_up_down.csv", "--copies", "6", "--replicas", "2"],
+    "aibrix x6, 8B on 96 GB": ["--trace", AIBRIX, "--copies", "6", "--replicas", "2"],
     "conv x3, 8B on 96 GB": ["--trace", CONV, "--copies", "3", "--replicas", "3"],
     # Fleets of three to ten replicas.
     "conv x5, 8B on 96 GB": ["--trace", CONV, "--copies", "5", "--spread", "5", "--replicas", "5"],
@@ -59,6 +59,26 @@ LOADS: dict[str, list[str]] = {
     "servegen to 45 a second, 135M on CPUs": [
         *("--trace", "servegen_total_rate_week1.csv", "--rates", "m-small:1:45", "--lengths", "148:67", "--cv", "1.5"),
         *("--hardware", "cpu", "--minutes", "120", "--replicas", "3"),
+    ],
+    # No constant was chosen on these.
+    "servegen m-mid to 50 a second, 8B on 96 GB": [
+        *("--trace", "servegen_total_rate_week1.csv", "--rates", "m-mid:3:50", "--lengths", CONV, "--cv", "1.5"),
+        *("--minutes", "90", "--replicas", "4"),
+    ],
+    "servegen m-large to 50 a second, 8B on 96 GB": [
+        *("--trace", "servegen_total_rate_week1.csv", "--rates", "m-large:5:50", "--lengths", CONV, "--cv", "1.5"),
+        *("--minutes", "90", "--replicas", "4"),
+    ],
+    "servegen to 14 a second, arXiv, 8B on 96 GB": [
+        *("--trace", "servegen_total_rate_week1.csv", "--rates", "m-small:4:14", "--lengths", ARXIV, "--cv", "1.5"),
+        *("--minutes", "90", "--replicas", "3"),
+    ],
+    "servegen r1 to 120 a second, AIBrix, 8B on 96 GB": [
+        *("--trace", "servegen_total_rate_week1.csv", "--rates", "deepseek-r1:1:120", "--lengths", AIBRIX),
+        *("--cv", "1.5", "--minutes", "60", "--replicas", "2"),
+    ],
+    "flat 10 a second, arXiv, 8B on 96 GB": [
+        *("--load", "flat:10", "--lengths", ARXIV, "--minutes", "60", "--replicas", "5"),
     ],
     "mooncake, 8B on 96 GB": [
         *("--trace", "mooncake_conversation.jsonl", "--max-sequence-length", "131072", "--ttft", "5"),

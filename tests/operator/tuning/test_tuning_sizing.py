@@ -304,7 +304,9 @@ def test_a_purchase_for_the_load_that_a_sale_was_made_for_doubles_the_hold_an_ho
 
 
 def test_a_young_fleet_follows_a_load_that_jumps() -> None:
-    bought = first_purchase(Sizing(), 7, (*poisson(30, 120), *poisson(45, 480, start=120.0)))
+    """To what needs 5.9 replicas with half of the margins, and 6.8 with all."""
+    load = tuple(Arrivals(t, t + 5.0, 5.0 * (28 if t < 120 else 41)) for t in range(0, 600, 5))
+    bought = first_purchase(Sizing(), 6, load)
     assert bought is not None
     assert 120 < bought <= 160
 
