@@ -35,9 +35,6 @@ HOLD_LEAST, HOLD_MOST = 60.0, 120.0
 """For how long two replicas less or more must have been enough: a learned time between these."""
 ONE_LESS = 180.0
 """The same for one less, which saves less and is sooner a mistake: four times as long when the other is doubled."""
-GATHER_SECONDS = 30.0
-"""For which a sale is possible before it is made: when much becomes spare at once, by a load that falls or by what is
-learned, it is one sale and not three."""
 CALM_TO_FORGET = 600.0
 """Without a purchase after which the learned hold time is halved; twice the hold time for one less, if that is more."""
 SAME_LOAD = 0.5
@@ -139,8 +136,6 @@ class Sizing:
     """Without a hole."""
     short: int = 0
     """Steps in a row that ask for more."""
-    spare_since: float | None = None
-    """Since when a sale was possible in each step; None: it is not."""
     hold: float = HOLD_LEAST
     bought_at: float = -math.inf
     sold_at: float = -math.inf
@@ -196,10 +191,6 @@ def plan(old: Sizing, seen: Seen) -> tuple[Sizing, Plan | None]:
     short = sizing.short + 1 if up > n else 0
     sizing = replace(sizing, errors=errors, jumps=jumps, wants=wants, short=short)
     sell_to = _sell_to(sizing, now, n, lambda w: w.enough(errors.up, errors.down, capacity, most))
-    spare_since = None if sell_to >= n else now if sizing.spare_since is None else sizing.spare_since
-    sizing = replace(sizing, spare_since=spare_since)
-    if spare_since is not None and now - spare_since < GATHER_SECONDS:
-        sell_to = n
     return sizing, Plan(
         up=up,
         buy=up > n and (short >= UP_WINDOWS or needed > PLAIN * n or wait > seen.time_to_first_token),
@@ -265,8 +256,7 @@ def changed(old: Sizing, now: float, before: int, after: int, made: Plan | None,
         same = made is not None and made.expected - old.sold_load < SAME_LOAD * made.capacity
         mistake = since < soon or (since < later and old.jumps.open is None) or (since < REMEMBERED_SECONDS and same)
         hold = min(HOLD_MOST, 2 * old.hold) if mistake else old.hold
-        return replace(old, bought_at=now, hold=hold, wants=(), short=0, spare_since=None)
+        return replace(old, bought_at=now, hold=hold, wants=(), short=0)
     calm = now - old.bought_at > max(CALM_TO_FORGET, 2 * old.hold_one)
     hold = max(HOLD_LEAST, old.hold / 2) if calm else old.hold
-    load = made.expected if made is not None else 0.0
-    return replace(old, sold_at=now, hold=hold, sold_load=load, spare_since=None)
+    return replace(old, sold_at=now, hold=hold, sold_load=made.expected if made is not None else 0.0)

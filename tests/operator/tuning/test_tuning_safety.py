@@ -284,7 +284,7 @@ def test_a_kill_changes_nothing_when_tuning_may_not(mode: Mode) -> None:
 
 def test_flat_load_changes_at_most_once() -> None:
     """Enough replicas and good settings under a steady load, over an hour."""
-    service = loaded(lambda now, s: s, law=StepLaw(a=0.03, b=0.002), replicas=3)
+    service = loaded(lambda now, s: s, law=StepLaw(a=0.03, b=0.002))
     service.rate = lambda now: 3.5
     service.run(3600)
     assert len(service.decisions) <= 1, [d.message for d in service.decisions]
