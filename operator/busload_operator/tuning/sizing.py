@@ -199,7 +199,7 @@ def plan(old: Sizing, seen: Seen) -> tuple[Sizing, Plan | None]:
         expected=expected,
         error=error,
         capacity=given,
-        kappa=sizing.kappa.value,
+        kappa=given / most,
         wait=wait,
         backlog=backlog,
         batch=seen.batch,

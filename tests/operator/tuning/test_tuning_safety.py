@@ -13,13 +13,15 @@ from busload_runtime.contract import SEQUENCE_LENGTHS
 
 BIG = replace(BOUNDS, replicas=Range(1, 6))
 START = 1000.0
+SETTLED = 480
+"""Seconds until a purchase is judged for which the margins of a young fleet were too small."""
 
 
 def loaded(tamper: Callable[[float, PodSample], PodSample], **options: object) -> Service:
-    """A service with good settings and learned law under a steady load, whose samples go bad after five minutes."""
+    """A service with good settings and learned law under a steady load, whose samples go bad when it has settled."""
     calm: dict[str, object] = {"replicas": 4, "bounds": BIG, "limits": replace(LIMITS, batch_size=32), "noise": 0.1}
-    service = Service(tamper=lambda now, s: tamper(now, s) if now > START + 300 else s, **(calm | options))  # type: ignore[arg-type]
-    service.rate = lambda now: 3.5 + 0.5 * math.sin(now / 30)
+    service = Service(tamper=lambda now, s: tamper(now, s) if now > START + SETTLED else s, **(calm | options))  # type: ignore[arg-type]
+    service.rate = lambda now: 3.5 + 1.5 * math.sin(now / 30)
     return service
 
 
@@ -85,7 +87,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_data_changes_nothing(name: str) -> None:
     service = loaded(BAD[name])
-    service.run(300)
+    service.run(SETTLED)
     before = (service.limits, service.replicas, len(service.decisions))
     service.run(240)
     after = service.results[-1][1]
@@ -101,7 +103,7 @@ def test_one_bad_pod_does_not_move_the_others(name: str) -> None:
         return BAD[name](now, sample) if sample.pod == "chat-2" else sample
 
     service = loaded(one)
-    service.run(300)
+    service.run(SETTLED)
     before = (service.limits, service.replicas)
     service.run(240)
     assert (service.limits, service.replicas) == before, [d.message for d in service.decisions]
@@ -141,7 +143,7 @@ def test_pending_pods_count_as_present() -> None:
 @pytest.mark.parametrize("jump", [-3600.0, -30.0, 3600.0, 120.0])
 def test_a_clock_that_steps_changes_nothing(jump: float) -> None:
     service = loaded(lambda now, s: s)
-    service.run(300)
+    service.run(SETTLED)
     before = (service.limits, service.replicas)
     for pod in service.pods:
         pod.ready_at = -math.inf
