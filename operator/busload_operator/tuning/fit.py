@@ -5,7 +5,7 @@ Each pod window is one equation, weighted 1/busy^2 (so errors are relative), wit
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from busload_operator.tuning.counters import Probed
 from busload_operator.tuning.types import Law
@@ -44,7 +44,7 @@ class Fit:
     samples: int = 0
     bins: tuple[BatchBin, ...] = ()
     probed: bool = False
-    """It began with steps that a pod tried, and nobody has seen those wrong yet."""
+    """It began with steps that a pod tried, and nobody has seen those wrong yet, but for the speed of the machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +95,9 @@ def _count(bins: tuple[BatchBin, ...], batch: float) -> tuple[BatchBin, ...]:
     return tuple(sorted([b for b in bins if b.index != index] + [new], key=lambda b: b.index))
 
 
-def surprise(law: Law, window: PodWindow) -> float | None:
-    """By what share a usable law misses the busy time of a window it has not seen; None outside the batches for which
-    it is trusted, where it is not meant to know."""
+def misjudged(law: Law, window: PodWindow) -> float | None:
+    """Busy time of a window over what a law says for its steps; None outside the batches for which it is trusted,
+    where it is not meant to know, and for a law that is not usable."""
     if not law.usable or window.steps < 3 or window.busy_seconds <= 0 or window.step_batch <= 0:
         return None
     batch = window.step_batch / window.steps
@@ -105,7 +105,20 @@ def surprise(law: Law, window: PodWindow) -> float | None:
         return None
     predicted = law.a * window.steps + law.b * window.step_batch
     predicted += law.c * window.step_kv_tokens + law.d * window.prefill_tokens
-    return abs(predicted / window.busy_seconds - 1)
+    return window.busy_seconds / predicted if predicted > 0 else math.inf
+
+
+def surprise(law: Law, window: PodWindow) -> float | None:
+    """By what share a usable law misses the busy time of a window it has not seen; None where it is not trusted."""
+    factor = misjudged(law, window)
+    return None if factor is None else abs(1 / factor - 1)
+
+
+def slower(fit: Fit, factor: float) -> Fit:
+    """The fit as if every window in it had taken so many times as long: the same law on another speed."""
+    gram = tuple(tuple(value / factor**2 for value in line) for line in fit.gram)
+    moment = tuple(value / factor for value in fit.moment)
+    return replace(fit, gram=gram, moment=moment)
 
 
 def solve(fit: Fit) -> Law | None:

@@ -1,12 +1,13 @@
 """Takes this step's samples into the state and says what can be seen: windows, means, wait, who is silent."""
 
 from dataclasses import dataclass, replace
+from statistics import fmean, median
 
 from busload_operator.tuning.demand import count_arrivals, learn_lengths
-from busload_operator.tuning.fit import MAX_ERROR, Fit, add, from_probed, solve, surprise
+from busload_operator.tuning.fit import MAX_ERROR, Fit, add, from_probed, misjudged, slower, solve, surprise
 from busload_operator.tuning.state import State
 from busload_operator.tuning.tail import learn_tail
-from busload_operator.tuning.types import Inputs, Observed, PodSample
+from busload_operator.tuning.types import Inputs, Law, Observed, PodSample
 from busload_operator.tuning.window import MAX_SCRAPE_AGE, Base, PodWindow, View, read, view
 
 SHOWN_SECONDS = 15.0
@@ -96,19 +97,30 @@ def _first_fit(ready: list[tuple[str, PodSample]]) -> Fit:
 def _check_law(state: State, now: float, new: list[PodWindow]) -> State:
     """Compares the law with windows that it has not seen. One that has been wrong for minutes is learned anew: what it
     stands on was of another machine or model. One that rests on steps which a pod tried while nothing else ran is only
-    a first guess: when it is wrong it goes at once, and disarms nobody."""
+    a first guess: when it is wrong, what it says of one batch against another is kept and moved to the speed seen, or
+    it goes at once where that does not fit either; it disarms nobody."""
     law, error = solve(state.fit), state.model_error
     missed = [] if law is None else [s for w in new if (s := surprise(law, w)) is not None]
     for share in missed:
         error += (min(share, 1.0) - error) / _SURPRISE_WINDOWS
     if error <= MAX_ERROR:
         return replace(state, model_error=error, disarmed_at=None)
-    if state.fit.probed:
-        return replace(state, fit=Fit(), model_error=0.0, disarmed_at=None)
+    if law is not None and state.fit.probed:
+        return replace(state, fit=_at_speed(state.fit, law, [*state.windows, *new]), model_error=0.0, disarmed_at=None)
     since = state.disarmed_at if state.disarmed_at is not None else now
     if now - since > RELEARN_SECONDS:
         return replace(state, fit=Fit(), model_error=0.0, disarmed_at=None)
     return replace(state, model_error=error, disarmed_at=since)
+
+
+def _at_speed(fit: Fit, law: Law, windows: list[PodWindow]) -> Fit:
+    """At the speed of the newest windows, if one speed explains them; else empty."""
+    factors = [f for w in windows if (f := misjudged(law, w)) is not None][-_SURPRISE_WINDOWS:]
+    if not factors:
+        return Fit()
+    speed = median(factors)
+    apart = fmean(min(abs(f / speed - 1), 1.0) for f in factors)
+    return slower(fit, speed) if apart <= MAX_ERROR else Fit()
 
 
 def _follow_starts(state: State, inputs: Inputs) -> State:

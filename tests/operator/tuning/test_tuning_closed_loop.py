@@ -67,6 +67,24 @@ def test_a_law_known_from_the_start_does_not_act_on_the_first_window_of_a_burst(
     assert first.prediction.tokens_per_second == pytest.approx(after, rel=0.2)
 
 
+@pytest.mark.parametrize("speed", [0.6, 1.6])
+def test_a_law_known_from_the_start_predicts_on_a_machine_of_another_speed_too(speed: float) -> None:
+    """A neighbour came, or went, after the pod tried its steps."""
+    law, objectives = StepLaw(a=0.04, b=0.008), replace(OBJECTIVES, inter_token_latency=5.0)
+    service = Service(law=law, probed=True, objectives=objectives, bounds=replace(BOUNDS, replicas=Range(1, 1)))
+    for pod in service.pods:
+        pod.law = StepLaw(speed * law.a, speed * law.b, speed * law.c, speed * law.d)
+    service.clients = 40
+    service.run(150)
+    assert service.limits.batch_size >= 16
+    raised = [d for d in service.decisions if d.outcome.verdict is Verdict.CONFIRMED]
+    assert len(raised) >= 2
+    for decision in raised:
+        assert "linear bound" not in decision.message
+        after = decision.outcome.tokens_per_second_after
+        assert decision.prediction.tokens_per_second == pytest.approx(after, rel=0.2)
+
+
 def test_what_has_no_load_to_be_compared_with_is_not_waited_for() -> None:
     """Made ready while nothing waited: nothing to judge it by will come, and the burst that follows needs the next."""
     service = Service(probed=True, bounds=replace(BOUNDS, replicas=Range(1, 1)))

@@ -167,16 +167,43 @@ def test_steps_that_a_pod_tried_make_a_law_that_is_used_and_soon_outweighed():
     assert slower == pytest.approx(2 * (probed.a + 16 * (probed.b + 256 * probed.c)), rel=0.15)
 
 
-def test_a_tried_law_that_turns_out_wrong_is_dropped_at_once_and_disarms_nobody():
-    probed = Probed(4e-3, 5e-4, 1e-6, 3e-4, 32)
-    state = replace(State.initial(next_id=1), fit=from_probed(probed))
-    slow = [made((3 * probed.a, 3 * probed.b, 3 * probed.c, 3 * probed.d), 4, 256, 0)]
-    for second in range(3):
-        state = _check_law(state, float(second), slow)
+PROBED = Probed(4e-3, 5e-4, 1e-6, 3e-4, 32)
+
+
+def law_times(a: float, b: float) -> tuple[float, float, float, float]:
+    return a * PROBED.a, b * PROBED.b, b * PROBED.c, b * PROBED.d
+
+
+@pytest.mark.parametrize("speed", [0.5, 1.3, 3.0])
+def test_a_tried_law_on_a_machine_of_another_speed_keeps_what_it_says_of_batches(speed: float) -> None:
+    """Tried while the machine was slow, or fast: a batch of 16 still takes so many times as long as one of 4."""
+    state = replace(State.initial(next_id=1), fit=from_probed(PROBED))
+    for second in range(20):
+        window = made(law_times(speed, speed), 4, 256, 0)
+        state = _check_law(state, float(second), [window])
+        state = replace(state, fit=add(state.fit, window), windows=(*state.windows, window))
+    assert state.disarmed_at is None
+    law = solve(state.fit)
+    assert law is not None
+    assert law.usable
+    assert law.batch_max == 32.0
+    for batch in (4.0, 16.0):
+        told = speed * (PROBED.a + batch * (PROBED.b + 256 * PROBED.c))
+        assert step_seconds(law, Workload(256.0, 0.0), batch) == pytest.approx(told, rel=0.05)
+
+
+def test_a_tried_law_that_no_speed_explains_is_dropped_at_once_and_disarms_nobody() -> None:
+    """Large batches take five times what it says, small ones a third."""
+    state = replace(State.initial(next_id=1), fit=from_probed(PROBED))
+    for second in range(4):
+        windows = [made(law_times(0.3, 0.3), 1, 256, 0), made(law_times(0.3, 5.0), 24, 256, 0)]
+        state = _check_law(state, float(second), windows)
     assert state.fit == Fit()
     assert state.disarmed_at is None
-    right = [made((probed.a, probed.b, probed.c, probed.d), 4, 256, 0)]
-    state = replace(state, fit=from_probed(probed))
+
+
+def test_a_tried_law_that_is_right_stays() -> None:
+    state = replace(State.initial(next_id=1), fit=from_probed(PROBED))
     for second in range(20):
-        state = _check_law(state, float(second), right)
-    assert state.fit == from_probed(probed)
+        state = _check_law(state, float(second), [made(law_times(1.0, 1.0), 4, 256, 0)])
+    assert state.fit == from_probed(PROBED)
