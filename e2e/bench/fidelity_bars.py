@@ -100,7 +100,7 @@ def simulated(load: Sequence[Arrival], hardware: Hardware, limits: Limits) -> li
     jobs = simulate(load, setup, Static(1)).jobs
     assert not [job.failed for job in jobs if job.failed], "a request was refused or cut in the simulation alone"
     return [
-        Timing(job.arrival.at, job.first, job.last, job.output)
+        Timing(job.arrival.at, job.first + job.front_end, job.last + job.front_end, job.output)
         for job in jobs
         if job.first is not None and job.last is not None
     ]

@@ -3,8 +3,9 @@
     python -m e2e.bench.simulator_fidelity                     # this runtime on this machine, about 21 minutes
     python -m e2e.bench.simulator_fidelity --measured FOLDER   # also a vLLM run that was recorded elsewhere
 
-- runtime: the step law is fitted from the server's own counters under closed loops of three other mixes; three open
-  loads (light, knee, overload) of two length mixes, none of which the fit has seen, are served and simulated.
+- runtime: the step law is fitted from the server's own counters under closed loops of three other mixes, and what a
+  first token takes beyond its step (HTTP, tokenizer) from their requests that were alone; three open loads (light,
+  knee, overload) of two length mixes, none of which the fit has seen, are served and simulated.
 - measured: files NAME_requests.jsonl, NAME_timeseries.csv, NAME_meta.json of LLMServingSim's examples; the law comes
   from the run's own gauges, one a second.
 
@@ -146,11 +147,23 @@ def requests(load: Sequence[Arrival], seed: int) -> Iterator[tuple[float, Reques
 
 
 @dataclass(frozen=True, slots=True)
+class Round:
+    """Closed loops of the fit."""
+
+    windows: Sequence[PodWindow]
+    together: Sequence[PodWindow]
+    """Those of several clients: one or another always has work for the engine."""
+    alone: Sequence[Outcome]
+    """Requests of the single client."""
+
+
+@dataclass(frozen=True, slots=True)
 class Fitted:
     law: Law
-    between: float
-    """Seconds per busy second while requests run: the time between two steps belongs to a step here, as what clients
-    wait for is the wall clock."""
+    front_end: float
+    """Seconds that the first token of a request alone in the engine takes beyond its step, in the mean."""
+    gap: float
+    """Seconds between two steps, which belong to a step here: what clients wait for is the wall clock."""
 
     def predicted(self, w: PodWindow) -> float:
         law = self.law
@@ -159,7 +172,12 @@ class Fitted:
     def pace(self, windows: Sequence[PodWindow]) -> float:
         """Seconds that steps took for each that they should have taken; 1 for windows without any."""
         expected = sum(map(self.predicted, windows))
-        return self.between * sum(w.busy_seconds for w in windows) / expected if expected > 0 else 1.0
+        return sum(_in_steps(w, self.gap) for w in windows) / expected if expected > 0 else 1.0
+
+
+def _in_steps(window: PodWindow, gap: float) -> float:
+    """Seconds without those in which the engine had no work."""
+    return window.busy_seconds + gap * window.steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,23 +198,38 @@ class FitSources:
         loads = [flat(1000.0, 60.0, Lengths.lognormal(*mix, longest=_LONGEST // 2), seed=99) for mix in FIT_MIXES]
         self._sources = [(request for _, request in requests(load, seed=99)) for load in loads]
 
-    def round(self, server: BusloadServer, levels: Sequence[int], seconds: float) -> list[PodWindow]:
-        """Windows in which the engine never idled."""
-        kept = []
+    def round(self, server: BusloadServer, levels: Sequence[int], seconds: float) -> Round:
+        kept, together, alone = list[PodWindow](), list[PodWindow](), list[Outcome]()
         for source, level in itertools.product(self._sources, levels):
             with scraped(server) as found:
-                asyncio.run(_closed(server, source, level, seconds))
-            kept += [w for w in found.windows[1:-1] if w.running > 0 and w.running_peak >= level / 2]
-        return kept
+                outcomes = asyncio.run(_closed(server, source, level, seconds))
+            windows = [w for w in found.windows[1:-1] if w.running > 0 and w.running_peak >= level / 2]
+            kept += windows
+            if level == 1:
+                alone += [outcome for outcome in outcomes if outcome.ok]
+            else:
+                together += windows
+        return Round(kept, together, alone)
 
 
-def fit_law(windows: Sequence[PodWindow]) -> Fitted:
+def fit_law(rounds: Sequence[Round]) -> Fitted:
+    together = [window for one in rounds for window in one.together]
+    gap = sum(w.seconds - w.busy_seconds for w in together) / sum(w.steps for w in together)
     fit = Fit()
-    for window in windows:
-        fit = add(fit, replace(window, busy_seconds=window.seconds))
+    for window in (window for one in rounds for window in one.windows):
+        fit = add(fit, replace(window, busy_seconds=_in_steps(window, gap)))
     law = solve(fit)
     assert law is not None, "no window under load"
-    return Fitted(law, sum(w.seconds for w in windows) / sum(w.busy_seconds for w in windows))
+    beyond = [_beyond_its_step(outcome, law) for one in rounds for outcome in one.alone]
+    front_end = max(0.0, statistics.mean(beyond)) if beyond else 0.0
+    return Fitted(law, front_end, gap)
+
+
+def _beyond_its_step(outcome: Outcome, law: Law) -> float:
+    """Prompts of the fit's mixes fit one step."""
+    tokens = outcome.input_tokens
+    assert outcome.time_to_first_token is not None
+    return outcome.time_to_first_token - (law.a + tokens * (law.c + law.d))
 
 
 class Speed:
@@ -247,11 +280,12 @@ def check_runtime(options: argparse.Namespace) -> bool:
         with scraped(server) as found:
             pass
     assert found.samples is not None
-    fitted = fit_law([window for windows in rounds for window in windows])
+    fitted = fit_law(rounds)
     law = fitted.law
     print(
         f"law: a {1e3 * law.a:.3f} ms, b {1e3 * law.b:.4f} ms, c {1e9 * law.c:.1f} ns, d {1e6 * law.d:.2f} us, "
-        f"error {law.error:.1%} over {law.samples} windows"
+        f"error {law.error:.1%} over {law.samples} windows; {1e3 * fitted.gap:.2f} ms between steps, "
+        f"a first token takes {1e3 * fitted.front_end:.2f} ms beyond its step"
     )
     if law.error > _WORST_LAW:
         print(f"nothing is compared: the law's error is over {_WORST_LAW:.0%}; is the machine quiet?", file=sys.stderr)
@@ -259,6 +293,7 @@ def check_runtime(options: argparse.Namespace) -> bool:
     hardware = replace(
         HARDWARE["cpu"],
         law=StepLaw(law.a, law.b, law.c, law.d),
+        front_end=fitted.front_end,
         kv_tokens=round(found.samples["busload_kv_blocks"] * found.samples["busload_kv_block_size_tokens"]),
         block_size=round(found.samples["busload_kv_block_size_tokens"]),
         noise=0.0,
@@ -267,7 +302,7 @@ def check_runtime(options: argparse.Namespace) -> bool:
     pool = replace(limits, kv_cache_percent=100)
     good = True
     for load, (before, after) in zip(loads, itertools.pairwise(rounds[1:]), strict=True):
-        around, own = fitted.pace([*before, *after]), fitted.pace(load.windows)
+        around, own = fitted.pace([*before.windows, *after.windows]), fitted.pace(load.windows)
         speeds = {OWN: Speed.seen(fitted, load.windows, load.began), OF_THE_FIT: Speed([(1.0, around)])}
         for name, speed in speeds.items():
             moved = f"steps took {speed.fastest:.2f} to {speed.slowest:.2f} times what the law says"
@@ -278,10 +313,10 @@ def check_runtime(options: argparse.Namespace) -> bool:
     return good
 
 
-def measure(server: BusloadServer, options: argparse.Namespace) -> tuple[list[list[PodWindow]], list[Load]]:
+def measure(server: BusloadServer, options: argparse.Namespace) -> tuple[list[Round], list[Load]]:
     """Rounds of the fit, with the loads between them: two first, as each has half of the levels, then one after each
     load. How much load is a share of the capacity that the rounds before it tell."""
-    sources, rounds, loads = FitSources(), list[list[PodWindow]](), list[Load]()
+    sources, rounds, loads = FitSources(), list[Round](), list[Load]()
 
     def fit_round() -> None:
         levels = [level for level in _FIT_LEVELS[len(rounds) % 2] if level <= 1.5 * options.batch_size]
@@ -292,7 +327,7 @@ def measure(server: BusloadServer, options: argparse.Namespace) -> tuple[list[li
     for (mix, medians), (load, share) in itertools.product(MIXES.items(), LOADS.items()):
         fit_round()
         lengths = Lengths.lognormal(*medians, longest=_LONGEST // 2)
-        law = fit_law([window for windows in rounds for window in windows]).law
+        law = fit_law(rounds).law
         rate = share * requests_per_second(law, lengths, options.batch_size)
         arrivals = flat(rate, options.seconds * LOADS["overload"] / share, lengths, seed=options.seed)
         loads.append(serve_load(server, f"{mix}, {load} ({rate:.1f}/s)", arrivals))

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from busload_operator.tuning import Law
 from busload_operator.tuning.window import PodWindow
-from e2e.bench.simulator_fidelity import Fitted, Speed
+from busload_runtime.bench.outcome import Outcome
+from e2e.bench.simulator_fidelity import Fitted, Round, Speed, fit_law
 
-FITTED = Fitted(Law(a=0.01, b=0.0, c=0.0, d=0.0, error=0.0, samples=1, batch_min=1, batch_max=1, usable=True), 1.0)
+FITTED = Fitted(Law(a=0.01, b=0.0, c=0.0, d=0.0, error=0.0, samples=1, batch_min=1, batch_max=1, usable=True), 0.0, 0.0)
 
 
 def windows(*busy: float) -> list[PodWindow]:
@@ -56,3 +57,27 @@ def test_a_pace_is_the_sum_over_its_windows() -> None:
 def test_there_and_back(busy: list[float], wall: float) -> None:
     speed = Speed.seen(FITTED, windows(*busy), began=100.0)
     assert speed.wall(speed.machine(wall)) == pytest.approx(wall, abs=1e-6)
+
+
+def test_the_fit_tells_steps_from_what_is_between_them_and_outside() -> None:
+    """An engine with a known law, 0.5 ms between its steps, and 6 ms for HTTP, in which it idles with a single client."""
+    a, b, d, gap, front_end = 0.004, 0.001, 0.0003, 0.0005, 0.006
+    kept, together, alone = list[PodWindow](), list[PodWindow](), list[Outcome]()
+    for batch in (1, 1, 1, 4, 12, 24) * 8:
+        for prompt in (20.0, 200.0):
+            steps, prompts = 100.0, 10.0
+            busy = steps * (a + b * batch - gap) + prompts * prompt * d
+            outside = prompts * front_end if batch == 1 else 0.0
+            work = {"steps": steps, "step_batch": steps * batch, "prefill_tokens": prompts * prompt}
+            nothing: dict[str, Any] = {field.name: 0.0 for field in fields(PodWindow)}
+            seconds = {"busy_seconds": busy, "seconds": busy + gap * steps + outside}
+            window = PodWindow(**(nothing | work | seconds))
+            kept.append(window)
+            if batch > 1:
+                together.append(window)
+    for prompt_tokens in (20, 200):
+        alone.append(Outcome(1.0, chunks=[1.0 + a + d * prompt_tokens + front_end], input_tokens=prompt_tokens))
+    fitted = fit_law([Round(kept, together, alone)])
+    assert (fitted.gap, fitted.front_end) == pytest.approx((gap, front_end), rel=1e-4)
+    assert (fitted.law.a, fitted.law.b, fitted.law.d) == pytest.approx((a, b, d), rel=1e-3)
+    assert fitted.pace(kept) == pytest.approx(1.0)

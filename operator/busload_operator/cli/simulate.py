@@ -139,6 +139,14 @@ def command(
         float | None,
         typer.Option(rich_help_panel=_SURROUNDINGS, help="Scatter of step times, as a share.", show_default="0.15"),
     ] = None,
+    front_end: Annotated[
+        float | None,
+        typer.Option(
+            rich_help_panel=_SURROUNDINGS,
+            help="Seconds of a request outside the engine until its first token arrives: HTTP, tokenizer.",
+            show_default="0",
+        ),
+    ] = None,
     fault: Annotated[
         list[str] | None,
         typer.Option(
@@ -207,6 +215,7 @@ def command(
         scrape=scrape,
         scrape_delay=scrape_delay,
         noise=noise,
+        front_end=front_end,
         faults=tuple(fault or ()),
         seed=seed,
         policies=tuple(policy or ()),

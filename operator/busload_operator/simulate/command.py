@@ -1,6 +1,7 @@
 """What `busload simulate` does: options -> load and setup -> runs -> table, JSON, plot. The only place that prints."""
 
 import json
+import math
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -57,6 +58,7 @@ class Options:
     scrape: float
     scrape_delay: float
     noise: float | None
+    front_end: float | None
     faults: tuple[str, ...]
     seed: int
     policies: tuple[str, ...]
@@ -223,12 +225,13 @@ def _hardware(options: Options) -> Hardware:
         hardware = replace(hardware, law=parse_law(options.law))
     given = {
         name: value
-        for name in ("kv_tokens", "time_to_first_token", "inter_token_latency", "noise")
+        for name in ("kv_tokens", "time_to_first_token", "inter_token_latency", "noise", "front_end")
         if (value := getattr(options, name)) is not None
     }
     for name, value in given.items():
-        allowed = "0 or more" if name == "noise" else "above 0"
-        if not (value > 0 or (value == 0 and name == "noise")):
+        zero = name in ("noise", "front_end")
+        allowed = "0 or more" if zero else "above 0"
+        if not math.isfinite(value) or not (value > 0 or (value == 0 and zero)):
             raise SetupError(f"{name.replace('_', ' ')}: {value} must be {allowed}")
     return replace(hardware, **given)
 

@@ -49,6 +49,9 @@ class Hardware:
     """Standard deviation of a step's time, as a share of it."""
     drift: float = 0.04
     """How far a pod is slower or faster than the law for minutes (sine over ten minutes, its phase by pod)."""
+    front_end: float = 0.0
+    """Seconds of a request outside the engine until its client has the first token: HTTP, tokenizer, both ways. Later
+    tokens are as late, so their gaps are the engine's."""
 
     def __post_init__(self) -> None:
         law = self.law

@@ -27,15 +27,17 @@ _MOST_STEPS = 64
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request as its client sees it. Times in seconds of the simulation."""
+    """A request. Times in seconds of the simulation."""
 
     request_id: int
     arrival: Arrival
     pod: str = ""
     first: float | None = None
-    """When its first token existed."""
+    """When its first token existed in the engine."""
     last: float | None = None
-    """When its newest token existed."""
+    """When its newest token existed there."""
+    front_end: float = 0.0
+    """Seconds that its client sees each token later, counted from its arrival."""
     output: int = 0
     """Tokens it got; set at the end."""
     failed: str = ""
@@ -44,7 +46,8 @@ class Job:
 
     @property
     def time_to_first_token(self) -> float | None:
-        return None if self.first is None else self.first - self.arrival.at
+        """As its client sees it."""
+        return None if self.first is None else self.first - self.arrival.at + self.front_end
 
     @property
     def time_per_output_token(self) -> float:
@@ -156,7 +159,7 @@ class Replica:
     def submit(self, job: Job, now: float) -> None:
         """A request arrives. It may be refused at once: `job.failed` says why."""
         self.advance(now)
-        job.pod = self.name
+        job.pod, job.front_end = self.name, self._hardware.front_end
         self.assigned += 1
         if (reason := self._refuses(job)) is not None:
             job.failed = reason
@@ -340,11 +343,12 @@ class Replica:
             job = self._jobs[output.request_id]
             if job.last is None:
                 job.first = end
-                sums.ttft_sum += end - job.arrival.at
+                first = end - job.arrival.at + job.front_end
+                sums.ttft_sum += first
                 sums.ttft_count += 1
                 if (objective := self._pace.time_to_first_token) is not None:
                     sums.ttft_judged += 1
-                    sums.ttft_missed += end - job.arrival.at > objective
+                    sums.ttft_missed += first > objective
             elif job.last == start:
                 going_on += 1
             else:  # it was preempted in between

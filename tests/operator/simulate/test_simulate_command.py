@@ -101,6 +101,8 @@ def test_plots(tmp_path: Path, suffix: str, magic: bytes) -> None:
         (("--law", "a=fast"), "step law: 'a=fast' is not one of"),
         (("--ttft", "0"), "time to first token: 0.0 must be above 0"),
         (("--noise", "-1"), "noise: -1.0 must be 0 or more"),
+        (("--noise", "inf"), "noise: inf must be 0 or more"),
+        (("--front-end", "nan"), "front end: nan must be 0 or more"),
         (("--batch-size", "0"), "batchSize must be an integer from 1 to 4096, got 0"),
         (("--batch-size", "512", "--token-budget", "100"), "tokenBudget 100 is below batchSize 512"),
         (("--kv-tokens", "1000"), "less than one sequence of maxSequenceLength 16384"),

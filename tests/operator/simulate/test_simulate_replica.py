@@ -65,6 +65,24 @@ def drive(
     return seen
 
 
+def test_time_outside_the_engine_is_part_of_the_first_token_and_of_no_gap() -> None:
+    seen = []
+    for front_end in (0.0, 0.25):
+        machine = replace(hardware(noise=0.0), front_end=front_end)
+        replica = pod(machine, pace=Pace(time_to_first_token=0.2))
+        job = Job(1, Arrival(0.0, 40, 10))
+        replica.submit(job, 0.0)
+        replica.advance(100.0)
+        seen.append((job, replica.counters(100.0)))
+    (bare, counted), (late, counted_late) = seen
+    assert bare.time_to_first_token == pytest.approx(LAW.seconds(0, 40, 40))
+    assert late.time_to_first_token == pytest.approx(0.25 + LAW.seconds(0, 40, 40))
+    assert late.time_per_output_token == bare.time_per_output_token
+    assert counted_late.ttft_sum == pytest.approx(late.time_to_first_token)
+    assert (counted.ttft_missed, counted_late.ttft_missed) == (0, 1)
+    assert counted_late.itl_sum == counted.itl_sum
+
+
 @settings(max_examples=120, deadline=None)
 @given(
     load=arrivals,
