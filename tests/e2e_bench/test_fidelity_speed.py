@@ -60,7 +60,7 @@ def test_there_and_back(busy: list[float], wall: float) -> None:
 
 
 def test_the_fit_tells_steps_from_what_is_between_them_and_outside() -> None:
-    """An engine with a known law, 0.5 ms between its steps, and 6 ms for HTTP, in which it idles with a single client."""
+    """An engine with a known law, 0.5 ms between steps, 6 ms of HTTP in which it idles with a single client."""
     a, b, d, gap, front_end = 0.004, 0.001, 0.0003, 0.0005, 0.006
     kept, together, alone = list[PodWindow](), list[PodWindow](), list[Outcome]()
     for batch in (1, 1, 1, 4, 12, 24) * 8:

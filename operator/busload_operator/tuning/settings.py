@@ -47,6 +47,10 @@ class Situation:
     state: State
     seen: View
     """Over the windows since the objective is missed (or since it is met), at most 15 s."""
+    loaded: View
+    """The same pods with work for every place, under the limits in force, at most 30 s: what a change is predicted
+    from and compared with. A machine's speed moves within seconds, and half of a burst's first window is idle. `seen`
+    where there is no such window."""
     wait: float | None
     wait_is_lower_bound: bool
     law: Law | None
@@ -223,13 +227,13 @@ def _prepared(s: Situation, knob: Knob, before: int, after: int, text: str, limi
 def predict(s: Situation, places: float) -> Prediction:
     """What a pod with so many places would do with the present queue.
 
-    With the law the measured figures are scaled by the law's ratio, so that a constant error of the law cancels.
-    Without it only a bound is known: step time does not fall when the batch grows.
+    With the law the figures measured under load are scaled by the law's ratio, so that a constant error of the law
+    cancels. Without it only a bound is known: step time does not fall when the batch grows.
     """
-    seen = s.seen
-    batch = max(seen.batch, min(places, seen.batch + seen.queue / seen.pods))
+    seen, waiting = s.loaded, s.seen.queue
+    batch = max(seen.batch, min(places, seen.batch + waiting / seen.pods))
     growth = batch / seen.batch if seen.batch > 0 else 1.0
-    queue = max(0.0, seen.queue - (batch - seen.batch) * seen.pods)
+    queue = max(0.0, waiting - (batch - seen.batch) * seen.pods)
     law = s.usable_law
     if law is None:
         speedup, slower = growth, None
@@ -244,15 +248,15 @@ def predict(s: Situation, places: float) -> Prediction:
         if batch > TRUSTED_BEYOND * law.batch_max:
             basis += f", extrapolated: batches up to {law.batch_max:.1f} were seen"
     wait = None
-    if s.wait is not None and seen.queue > 0:
-        wait = s.wait * queue / seen.queue / speedup
+    if s.wait is not None and waiting > 0:
+        wait = s.wait * queue / waiting / speedup
     itl = seen.itl * slower if seen.itl is not None and slower is not None else None
     return Prediction(seen.tokens_per_second * speedup, wait, itl, basis)
 
 
 def worthwhile(s: Situation, prediction: Prediction) -> bool:
     """Over the dead band, or enough to meet the objective."""
-    after, before = prediction.tokens_per_second, s.seen.tokens_per_second
+    after, before = prediction.tokens_per_second, s.loaded.tokens_per_second
     gains = after is not None and after > (1 + MIN_GAIN) * before
     return gains or (prediction.wait is not None and prediction.wait <= s.inputs.objectives.time_to_first_token)
 

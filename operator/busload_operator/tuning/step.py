@@ -1,6 +1,7 @@
 """The whole loop of one service, once: observe, fit, diagnose, verify, decide. Deterministic, no I/O, no clock."""
 
 import json
+import math
 from dataclasses import dataclass, replace
 
 from busload_operator.tuning import words
@@ -38,6 +39,8 @@ from busload_runtime.contract import Limits
 
 LOST_SECONDS = 300.0
 """Without a step, after which the past says nothing about now."""
+LOADED_SECONDS = 30.0
+"""What a change is predicted from and compared with."""
 MAX_GAP = 30.0
 """Seconds without sight after which windows in a row, and the record of use, start anew."""
 
@@ -191,6 +194,7 @@ def _situation(state: State, inputs: Inputs, picture: Picture, law: Law | None, 
         inputs,
         state,
         seen,
+        _under_load(state, inputs, windows) or seen,
         wait,
         lower_bound,
         law,
@@ -199,6 +203,13 @@ def _situation(state: State, inputs: Inputs, picture: Picture, law: Law | None, 
         complete=picture.complete,
         plan=plan,
     )
+
+
+def _under_load(state: State, inputs: Inputs, now: tuple[PodWindow, ...]) -> View | None:
+    pods = {w.pod for w in now}
+    late = [w for w in state.windows if w.end > inputs.now - LOADED_SECONDS and w.generation >= inputs.generation]
+    loaded = [w for w in late if w.loaded and w.pod in pods]
+    return view(loaded) if {w.pod for w in loaded} == pods else None
 
 
 def _without_sight(state: State, picture: Picture) -> Diagnosis:
@@ -439,12 +450,17 @@ def _before(s: Situation) -> View | None:
 
 def _before_windows(s: Situation) -> tuple[PodWindow, ...]:
     """The service under load before a change. The window in which the queue began is not part of it, unless it was
-    loaded from its start."""
+    loaded from its start. What was loaded before the change before this one was judged, is."""
     streak = s.state.streak
     if streak.phase is Phase.CALM:
         return ()
-    windows = (w for w in s.state.windows if w.start >= streak.since and w.generation >= s.inputs.generation)
-    return tuple(w for w in windows if w.end > streak.first_end or w.loaded)
+    since = s.inputs.now - LOADED_SECONDS if streak.phase is Phase.QUEUE else math.inf
+
+    def tells(w: PodWindow) -> bool:
+        of_now = w.start >= streak.since and (w.end > streak.first_end or w.loaded)
+        return of_now or (w.loaded and w.end > since)
+
+    return tuple(w for w in s.state.windows if w.generation >= s.inputs.generation and tells(w))
 
 
 def _recommend(

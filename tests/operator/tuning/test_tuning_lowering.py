@@ -54,7 +54,7 @@ def calm(batch_size: int, per_request: float = 500.0) -> Situation:
     state = replace(State.initial(), usage=usage, streak=Streak(Phase.CALM, 60, NOW - 310, NOW - 305))
     seen = replace(SEEN, batch=3.0, batch_limit=float(batch_size), queue=0.0, kv_used=0.3, kv_per_request=per_request)
     diagnosis = Diagnosis(Bottleneck.UNDER_BATCHED, "")
-    return Situation(inputs(batch_size), state, seen, 0.0, False, LAW, diagnosis, ready=1, complete=True)
+    return Situation(inputs(batch_size), state, seen, seen, 0.0, False, LAW, diagnosis, ready=1, complete=True)
 
 
 def test_it_is_lowered_to_a_few_more_places_than_memory_holds() -> None:

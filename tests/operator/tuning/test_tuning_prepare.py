@@ -54,7 +54,7 @@ def situation(windows: int) -> Situation:
     )
     state = replace(State.initial(), streak=Streak(Phase.QUEUE, windows, 100.0, 102.0))
     diagnosis = Diagnosis(Bottleneck.KV_BOUND, "")
-    return Situation(inputs, state, SEEN, 1.5, False, LAW, diagnosis, ready=1, complete=True)
+    return Situation(inputs, state, SEEN, SEEN, 1.5, False, LAW, diagnosis, ready=1, complete=True)
 
 
 @pytest.mark.parametrize("windows", [1, 2])
