@@ -35,6 +35,9 @@ def lower_length(s: Situation) -> Candidate | str:
         return (
             f"{stays}: the lengths of only {tail.requests:.0f} requests are known, {REQUESTS_AT_LEAST:.0f} are needed"
         )
+    watched = s.inputs.now - (s.inputs.now if tail.since is None else tail.since)
+    if (missing := _longest_seconds(s) - watched) > 0:
+        return f"{stays}: its longest requests may still run, {missing:.0f} s more are needed to know how many they are"
     allowed = MOST_TURNED_AWAY * tail.requests
     possible = [c for c in SEQUENCE_LENGTHS if least <= c < now and tail.over(c) <= allowed]
     if not possible:
@@ -57,6 +60,13 @@ def lower_length(s: Situation) -> Candidate | str:
         f"expected {expected(prediction)}."
     )
     return _candidate(s, after, Reason.WAIT_FROM_KV_CACHE, message, prediction)
+
+
+def _longest_seconds(s: Situation) -> float:
+    """How long a request of the present length runs, as far as that is waited for."""
+    if s.seen.itl is None:
+        return SETTLE_MOST_SECONDS
+    return min(SETTLE_MOST_SECONDS, s.inputs.limits.max_sequence_length * s.seen.itl)
 
 
 def raise_length(s: Situation) -> Candidate | str | None:

@@ -121,7 +121,7 @@ def _after_gap(state: State, inputs: Inputs) -> tuple[State, tuple[Decision, ...
         fit=state.fit,
         output_length=state.output_length,
         lengths=state.lengths,
-        tail=state.tail,
+        tail=replace(state.tail, since=None),
         sizing=Sizing(
             errors=Errors(prior=state.sizing.errors.sketch(), quantile=state.sizing.errors.quantile),
             kappa=Kappa(state.sizing.kappa.value, state.sizing.kappa.bad),

@@ -21,6 +21,9 @@ class Tail:
     """Prompt and output tokens of all of them."""
     longer: tuple[float, ...] = ()
     """Of them, longer than each of `SEQUENCE_LENGTHS`; empty: nothing was seen."""
+    since: float | None = None
+    """When the first of them was seen, on the caller's clock: the longest take longest to finish, so at first they are
+    missing."""
 
     def over(self, length: int) -> float:
         """Requests longer than `length`, one of `SEQUENCE_LENGTHS`: all that it would refuse or cut off as a limit."""
@@ -55,4 +58,5 @@ def learn_tail(old: Tail, windows: Sequence[PodWindow]) -> Tail:
         requests=kept * old.requests + finished,
         tokens=kept * old.tokens + sum(w.output_tokens_sum + (w.finished_prompt_tokens or 0.0) for w, _ in told),
         longer=tuple(kept * a + b for a, b in zip(before, longer, strict=True)),
+        since=old.since if old.since is not None else min(w.start for w, _ in told),
     )
