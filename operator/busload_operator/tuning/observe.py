@@ -1,7 +1,7 @@
 """Takes this step's samples into the state and says what can be seen: windows, means, wait, who is silent."""
 
 from dataclasses import dataclass, replace
-from statistics import fmean, median
+from statistics import median
 
 from busload_operator.tuning.demand import count_arrivals, learn_lengths
 from busload_operator.tuning.fit import MAX_ERROR, Fit, add, from_probed, misjudged, slower, solve, surprise
@@ -114,12 +114,13 @@ def _check_law(state: State, now: float, new: list[PodWindow]) -> State:
 
 
 def _at_speed(fit: Fit, law: Law, windows: list[PodWindow]) -> Fit:
-    """At the speed of the newest windows, if one speed explains them; else empty."""
+    """At the speed of the newest windows, if one speed explains most of them; else empty. A neighbour of seconds, or a
+    pod that starts on the same cores, slows single windows."""
     factors = [f for w in windows if (f := misjudged(law, w)) is not None][-_SURPRISE_WINDOWS:]
     if not factors:
         return Fit()
     speed = median(factors)
-    apart = fmean(min(abs(f / speed - 1), 1.0) for f in factors)
+    apart = median(abs(f / speed - 1) for f in factors)
     return slower(fit, speed) if apart <= MAX_ERROR else Fit()
 
 

@@ -78,6 +78,8 @@ class Pending:
     """Prompt tokens per busy second in the same windows."""
     span_before: tuple[float, float] | None
     """Start and end of those windows."""
+    before: tuple[PodWindow, ...] = ()
+    """Those windows: how much they scatter says what a difference is worth."""
     applied_at: float | None = None
     """When the pods were first seen with the new values."""
     quiet: int = 0

@@ -419,6 +419,7 @@ def _change(
         inter_token_before=before.itl if before is not None else None,
         prefill_before=before.prefill_per_busy_second if before is not None else 0.0,
         span_before=span,
+        before=_before_windows(s) if found.knob is not Knob.REPLICAS else (),
         trial=trial,
         settle=settle_seconds(decision, before.itl if before is not None else None),
     )

@@ -112,6 +112,19 @@ def follow_trial(pending: Pending, inputs: Inputs, picture: Picture, killed: tup
     return _judge(pending, trial, inputs, late=passed_seconds > MOST_SECONDS + pending.settle)
 
 
+def scatter(before: Sequence[PodWindow], after: Sequence[PodWindow]) -> float:
+    """Standard error of the throughput after a change over that before it, as a share, from how the windows of a pod
+    scatter around their mean, in both; 0 when no pod has two of them."""
+    squares, free = 0.0, 0
+    for windows in (before, after):
+        for pod in {w.pod for w in windows}:
+            rates = [w.generated_tokens / w.seconds for w in windows if w.pod == pod]
+            if len(rates) > 1 and (mean := fmean(rates)) > 0:
+                squares += sum((rate / mean - 1) ** 2 for rate in rates)
+                free += len(rates) - 1
+    return math.sqrt(squares / free * (1 / len(before) + 1 / len(after))) if free and before and after else 0.0
+
+
 def _judge(pending: Pending, trial: TrialPod, inputs: Inputs, late: bool) -> Verdict:
     mine = [w for w in trial.after if w.pod == trial.pod]
     slow = _too_slow(trial, inputs.objectives.inter_token_latency)

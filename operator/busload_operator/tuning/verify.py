@@ -15,6 +15,7 @@ from busload_operator.tuning.trial import (
     SETTLE_SECONDS,
     SLOW_KNOBS,
     follow_trial,
+    scatter,
 )
 from busload_operator.tuning.types import Decision, Inputs, Knob, Law, Outcome, Reason, Verdict
 from busload_operator.tuning.window import PodWindow, view
@@ -193,14 +194,15 @@ def _follow_setting(pending: Pending, inputs: Inputs, law: Law | None) -> Judgem
     if decision.knob is Knob.TOKEN_BUDGET:
         return _follow_token_budget(pending, inputs, passed)
     if _enough(decision, pending.loaded):
-        judged = _compare(pending, inputs, pending.loaded)
+        judged = _compare(pending, inputs, pending.loaded, late=False)
         if judged.closed is not None and judged.closed.outcome.verdict is Verdict.CONFIRMED:
             return judged
     settled = tuple(w for w in pending.loaded if w.start >= pending.written_at + max(TRANSIENT_SECONDS, pending.settle))
     recent = _newest(settled)
+    late = pending.quiet >= QUIET_STEPS or passed > JUDGE_SECONDS + pending.settle
     if _enough(decision, recent) and _more_prefill(pending, recent, law) <= BAND:
-        return _compare(pending, inputs, recent)
-    if pending.quiet < QUIET_STEPS and passed <= JUDGE_SECONDS + pending.settle:
+        return _compare(pending, inputs, recent, late)
+    if not late:
         return Judgement(pending)
     if _steps(pending.loaded) < LOADED_STEPS_AT_LEAST:
         return _close(pending, Verdict.INCONCLUSIVE, "the load ended before it could be judged; it is kept")
@@ -208,7 +210,7 @@ def _follow_setting(pending: Pending, inputs: Inputs, law: Law | None) -> Judgem
         share = words.percent(heavier)
         text = f"prompts took {share} more of the step time than before, so it cannot be compared; it is kept"
         return _close(pending, Verdict.INCONCLUSIVE, text)
-    return _compare(pending, inputs, pending.loaded)
+    return _compare(pending, inputs, pending.loaded, late)
 
 
 def _follow_token_budget(pending: Pending, inputs: Inputs, passed: float) -> Judgement:
@@ -274,12 +276,14 @@ def _steps(windows: tuple[PodWindow, ...]) -> int:
     return max(_per_pod(windows), default=0)
 
 
-def _compare(pending: Pending, inputs: Inputs, windows: tuple[PodWindow, ...]) -> Judgement:
+def _compare(pending: Pending, inputs: Inputs, windows: tuple[PodWindow, ...], late: bool) -> Judgement:
+    """Worse is what is worse than the band and than what the windows scatter by; between the two it is looked at for
+    longer, until it is late."""
     before = pending.tokens_per_second_before
     assert before, "without load before, nothing is compared"
     tokens, itl = _measured(windows, len(pending.pods))
     change = _change(before, tokens)
-    if tokens < (1 - BAND) * before:
+    if tokens < (1 - max(BAND, 2 * scatter(pending.before, windows))) * before:
         return _put_back(pending, inputs, f"{change}; it was put back", tokens, windows)
     if slow := _newly_slow(pending, inputs, itl):
         return _put_back(pending, inputs, f"{change}, but {slow}; it was put back", tokens, windows)
@@ -289,6 +293,8 @@ def _compare(pending: Pending, inputs: Inputs, windows: tuple[PodWindow, ...]) -
     if _is_shorter(pending.decision):
         text = f"{change}, within the noise, so it would turn requests away for nothing; it was put back"
         return _put_back(pending, inputs, text, tokens, windows)
+    if tokens < (1 - BAND) * before and not late:
+        return Judgement(pending)
     judged = _close(pending, Verdict.INCONCLUSIVE, f"{change}, within the noise; it is kept", tokens, windows)
     # More of the same is not tried at once.
     until, law_from = inputs.now + RETRY_SECONDS, inputs.now + AGAIN_SECONDS
