@@ -202,6 +202,20 @@ def test_a_tried_law_that_no_speed_explains_is_dropped_at_once_and_disarms_nobod
     assert state.disarmed_at is None
 
 
+def test_a_neighbour_of_seconds_moves_no_law() -> None:
+    """Two windows of ten took three times as long: something else started on the same cores."""
+    state = replace(State.initial(next_id=1), fit=from_probed(PROBED))
+    for second, speed in enumerate([1.1] * 8 + [2.7, 2.9, 1.1, 1.0]):
+        window = made(law_times(speed, speed), 8, 256, 0)
+        state = _check_law(state, float(second), [window])
+        state = replace(state, windows=(*state.windows, window))
+    law = solve(state.fit)
+    assert law is not None
+    assert law.usable
+    told = 1.1 * (PROBED.a + 16 * (PROBED.b + 256 * PROBED.c))
+    assert step_seconds(law, Workload(256.0, 0.0), 16.0) == pytest.approx(told, rel=0.05)
+
+
 def test_a_tried_law_that_is_right_stays() -> None:
     state = replace(State.initial(next_id=1), fit=from_probed(PROBED))
     for second in range(20):

@@ -8,7 +8,7 @@ from fluid_service import BOUNDS, LIMITS, Pod, Service, StepLaw
 
 from busload_operator.tuning import Knob, PodSample, Range, Reason, State, Trial, Verdict
 from busload_operator.tuning.state import TrialPod
-from busload_operator.tuning.trial import _compare
+from busload_operator.tuning.trial import _compare, scatter
 from busload_operator.tuning.window import PodWindow
 
 FULL = replace(BOUNDS, replicas=Range(3, 3))
@@ -222,3 +222,12 @@ def test_the_pod_with_most_work_is_chosen() -> None:
         for name in ("chat-1", "chat-2", "chat-3")
     }
     assert max(load, key=lambda name: load[name]) == trial.pod
+
+
+def test_scatter_is_the_standard_error_of_two_means() -> None:
+    """Around each pod's own mean in each of the two: 10% off in all six windows, three degrees of freedom."""
+    before, after = windows("a", 90, 110), windows("a", 180, 220) + windows("b", 45, 55)
+    variance = 6 * 0.1**2 / 3
+    assert scatter(before, after) == pytest.approx((variance * (1 / 2 + 1 / 4)) ** 0.5)
+    assert scatter(windows("a", 100), windows("a", 50)) == 0.0, "single windows tell nothing of it"
+    assert scatter((), windows("a", 50, 60)) == 0.0
