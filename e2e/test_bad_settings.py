@@ -2,7 +2,8 @@
 
 The settings it reached and the best ones by hand then serve the same mix at the same time, with equal shares of the
 same cores, so that a machine whose speed changes meanwhile is no advantage to either. `pytest -s` prints every decision
-with what it predicted and what came; the goal is 20%, on a shared machine they were up to 55% apart.
+with what it predicted and what came. A shared machine is a quarter slower or faster from one ten seconds to the next, while
+a change is judged too, so it may take more than one try.
 """
 
 import time
@@ -36,29 +37,32 @@ BEST = {
 }
 FILLING, MEASURED = 8.0, 30.0
 """Seconds until all places are taken, and then counted."""
-PREDICTED = 2.0
-"""Factor by which an outcome may differ from its prediction here: a neighbour may take or leave half of the machine."""
+PREDICTED = 0.20
+"""By which share of its outcome a prediction may be off."""
+SHARE = 0.9
+"""Of the throughput by hand that is to be reached, in `WITHIN` seconds."""
+WITHIN = 600.0
 SETTLED = 90.0
 """Seconds without a decision: longer than the wait after a raise that showed nothing, some windows, and a judgement."""
 
 
-TRIES = 2
-"""Work of neighbours while a change is judged makes the tuner careful, rightly; twice is not chance."""
+TRIES = 4
+"""Work of neighbours while a change is judged makes the tuner careful, rightly; four times is not chance."""
 
 
 def test_bad_settings_become_good_ones_before_anything_is_bought(operator: Cluster, namespace: str) -> None:
-    shares = []
+    tries: list[str] = []
     for number in range(1, TRIES + 1):
-        shares.append(_share_of_best(operator, namespace, f"tuned-{number}", f"hand-{number}"))
-        if shares[-1] >= 0.9:
+        share, off, told = _share_of_best(operator, namespace, f"tuned-{number}", f"hand-{number}")
+        tries.append(told)
+        if share >= SHARE and all(abs(by) <= PREDICTED for by in off):
             return
-    raise AssertionError(
-        f"of the throughput by hand, in {TRIES} tries: {', '.join(f'{share:.0%}' for share in shares)}"
-    )
+    raise AssertionError("no try reached it with predictions that came true:\n" + "\n".join(tries))
 
 
-def _share_of_best(operator: Cluster, namespace: str, own: str, by_hand: str) -> float:
-    """Throughput of the settings that service `own` reaches, over that of the best by hand. Prints all decisions."""
+def _share_of_best(operator: Cluster, namespace: str, own: str, by_hand: str) -> tuple[float, list[float], str]:
+    """Throughput of the settings that service `own` reaches, over that of the best by hand; by which shares of their
+    outcomes predictions were off; all of it in words, also printed."""
     services.apply(operator, namespace, services.manifest(own, bounds=BAD, objectives=OBJECTIVES))
     services.wait_ready(operator, namespace, own)
     began = time.time()
@@ -81,29 +85,31 @@ def _share_of_best(operator: Cluster, namespace: str, own: str, by_hand: str) ->
         f"at rest after {reached:.0f} s; {tuned:.0f} tokens/s beside {hand:.0f} by hand, {tuned / hand:.0%}",
         *(_words(decision) for decision in decisions),
     ))  # fmt: skip
-    print(f"\n{told}")
-    _check(decisions, told)
+    print(f"\n{told}", flush=True)
+    assert reached <= WITHIN, told
+    off = _predictions(decisions, told)
     for name in (own, by_hand):
         operator.kubectl("delete", "inferenceservice", name, "-n", namespace)
     left = partial(services.pods, operator, namespace)
     wait_for(lambda: not left(own) + left(by_hand), 300, "no pods of this try")
-    return tuned / hand
+    return tuned / hand, off, told
 
 
-def _check(decisions: list[dict[str, Any]], told: str) -> None:
-    """What holds whatever the machine did meanwhile: settings first, and predictions of the right size."""
+def _predictions(decisions: list[dict[str, Any]], told: str) -> list[float]:
+    """By which shares of their outcomes predictions of settings were off. Checks what holds whatever the machine did:
+    settings first."""
     settings = _settings(decisions)
     bought = [decision for decision in decisions if decision["knob"] == "replicas"]
     assert settings[0]["knob"] == "batchSize", told
     # Settings have a minute for a missed objective, which on a slow machine is not enough to judge each.
     first = [purchase for purchase in bought if purchase["reason"] != "TimeLimitPassed"]
     assert all(purchase["id"] > settings[-1]["id"] for purchase in first), told
-    for decision in settings:
-        if "linear bound, at best" in decision["message"] or decision["outcome"]["verdict"] == "Inconclusive":
-            continue  # no law is known for that batch, or there was nothing to compare with, and it says so
-        predicted = float(decision["prediction"]["tokensPerSecond"])
-        after = float(decision["outcome"]["tokensPerSecondAfter"])
-        assert predicted / PREDICTED <= after <= predicted * PREDICTED, _words(decision)
+    measured = [decision for decision in settings if decision["outcome"].get("tokensPerSecondAfter")]
+    assert measured, told
+    return [
+        float(decision["prediction"]["tokensPerSecond"]) / float(decision["outcome"]["tokensPerSecondAfter"]) - 1
+        for decision in measured
+    ]
 
 
 def _rates(cluster: Cluster, namespace: str, *names: str) -> list[float]:

@@ -15,6 +15,7 @@ from busload_operator.tuning.settings import (
     batch_ceiling,
     predict,
     prepare,
+    raise_again,
     raise_batch,
     raise_kv_cache,
 )
@@ -94,6 +95,8 @@ def _clear_wait(s: Situation) -> Candidate | str:
     if not possible:
         if (lasted := s.inputs.now - s.state.streak.since) < REPLICA_SECONDS:
             return f"no setting helps for {lasted:.0f} s of waiting; a replica needs this for {REPLICA_SECONDS:.0f} s"
+        if not _overdue(s) and s.inputs.mode is Mode.AUTO and (again := raise_again(s)) is not None:
+            return again
         why = _why_not(s, [c for c in settings if isinstance(c, str)])
         return add_replicas(s, Reason.SETTINGS_CANNOT_CLEAR_WAIT, why)
     # Largest predicted throughput first.

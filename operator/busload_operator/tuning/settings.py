@@ -159,6 +159,20 @@ def raise_batch(s: Situation) -> Candidate | str:
     )
 
 
+def raise_again(s: Situation) -> str | None:
+    """That a larger batch limit is soon tried again, since the law says that it is worth it: its last raise showed
+    nothing, as a neighbour may have had the machine. None: it is not."""
+    now = s.inputs.now
+    soon = [r for r in s.state.refused if r.knob is Knob.BATCH_SIZE and now < r.law_from < math.inf]
+    if not soon or s.usable_law is None:
+        return None
+    kept = tuple(r for r in s.state.refused if r not in soon)
+    if isinstance(raise_batch(replace(s, state=replace(s.state, refused=kept))), str):
+        return None
+    seconds = max(r.law_from for r in soon) - now
+    return f"the last larger batch showed no gain where the law expects one; it is tried again in {seconds:.0f} s"
+
+
 def raise_kv_cache(s: Situation) -> Candidate | str:
     """A larger share of memory for the KV cache, or why not."""
     now, allowed = s.inputs.limits.kv_cache_percent, s.inputs.bounds.kv_cache_percent.max

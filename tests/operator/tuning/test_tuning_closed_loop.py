@@ -303,10 +303,10 @@ def test_a_batch_that_brings_nothing_leads_to_replicas() -> None:
     assert "within the noise" in service.decisions[0].outcome.message
 
 
-def test_a_raise_judged_while_a_neighbour_has_part_of_the_machine_is_gone_on_with() -> None:
-    """It showed nothing then. The law says that more is worth it, so ten minutes would be too long to wait."""
+def with_a_neighbour_while_judged(bounds: Bounds) -> Service:
+    """The first raise shows nothing, as the pod is 1.3 times slower until it is judged."""
     own = StepLaw(a=0.04, b=0.008)
-    service = Service(law=own, probed=True, bounds=replace(BOUNDS, replicas=Range(1, 1)))
+    service = Service(law=own, probed=True, bounds=bounds)
     service.clients = 40
     while not service.decisions:
         service.run(2)
@@ -318,12 +318,32 @@ def test_a_raise_judged_while_a_neighbour_has_part_of_the_machine_is_gone_on_wit
         pod.law = own
     assert service.decisions[0].after == 8
     assert "within the noise" in service.decisions[0].outcome.message
+    return service
+
+
+def test_a_raise_judged_while_a_neighbour_has_part_of_the_machine_is_gone_on_with() -> None:
+    """It showed nothing then. The law says that more is worth it, so ten minutes would be too long to wait."""
+    service = with_a_neighbour_while_judged(replace(BOUNDS, replicas=Range(1, 1)))
     judged = service.now
     service.run(50)
     assert service.limits.batch_size == 8, "more of the same is not tried at once"
     service.run(judged + 180 - service.now)
     assert service.limits.batch_size == 16
     assert service.decisions[1].outcome.verdict is Verdict.CONFIRMED
+
+
+def test_no_replica_is_bought_at_once_for_a_raise_that_is_tried_again() -> None:
+    """Only once settings had their minute."""
+    service = with_a_neighbour_while_judged(replace(BOUNDS, replicas=Range(1, 2)))
+    service.run(14)
+    hold = service.results[-1][1].hold
+    assert hold is not None
+    assert "the last larger batch showed no gain where the law expects one; it is tried again in" in hold
+    service.run(120)
+    bought = [d for d in service.decisions if d.knob is Knob.REPLICAS]
+    assert bought
+    assert bought[0].at - START > 60
+    assert bought[0].reason is Reason.TIME_LIMIT_PASSED
 
 
 def test_kv_bound_raises_the_kv_fraction() -> None:
