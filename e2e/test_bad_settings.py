@@ -2,8 +2,8 @@
 
 The settings it reached and the best ones by hand then serve the same mix at the same time, with equal shares of the
 same cores, so that a machine whose speed changes meanwhile is no advantage to either. `pytest -s` prints every decision
-with what it predicted and what came. A shared machine is a quarter slower or faster from one ten seconds to the next, while
-a change is judged too, so it may take more than one try.
+with what it predicted and what came. A shared machine is a quarter slower or faster from one ten seconds to the next,
+while a change is judged too, so it may take more than one try.
 """
 
 import time
@@ -44,8 +44,6 @@ SHARE = 0.9
 WITHIN = 600.0
 SETTLED = 90.0
 """Seconds without a decision: longer than the wait after a raise that showed nothing, some windows, and a judgement."""
-
-
 TRIES = 4
 """Work of neighbours while a change is judged makes the tuner careful, rightly; four times is not chance."""
 

@@ -158,6 +158,9 @@ class Objectives(Model):
     """From the arrival of a request to its first token. The wait (queue depth / finish rate) is held against it."""
     inter_token_latency: Duration = "100ms"
     """Between two tokens of a request. A larger batch must not miss it."""
+    percentile: Annotated[int, Field(ge=50, le=99)] = 99
+    """Percent of requests that should meet both. Replicas are planned for it: a lower one leaves them less room for
+    bursts, and costs fewer of them."""
 
 
 _MIN_UP_TO_MAX = Rule(

@@ -122,7 +122,8 @@ def command(
     ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="All of them, beside those given with --policy.")] = False,
     target: Annotated[
-        float, typer.Option(help="Share of requests inside the objectives that static:best has to reach, 0 to 1.")
+        float,
+        typer.Option(help="Share of requests inside the objectives that tuner and static:best are to reach, 0 to 1."),
     ] = 0.99,
     jobs: Annotated[int, typer.Option(help="Policies run in so many processes beside each other.")] = 1,
     router: Annotated[

@@ -84,6 +84,7 @@ def read_service(live: Object) -> Service:
         objectives=Objectives(
             time_to_first_token=parse_duration(spec.objectives.time_to_first_token),
             inter_token_latency=parse_duration(spec.objectives.inter_token_latency),
+            share=spec.objectives.percentile / 100,
         ),
         mode=Mode(spec.tuning.mode),
         scaling=Scaling(spec.scaling.mode),

@@ -204,7 +204,7 @@ def make_setup(options: Options) -> Setup:
         hardware=hardware,
         limits=limits,
         bounds=bounds,
-        objectives=Objectives(hardware.time_to_first_token, hardware.inter_token_latency),
+        objectives=Objectives(hardware.time_to_first_token, hardware.inter_token_latency, options.target),
         replicas=options.replicas,
         router=Router(options.router),
         late_last=_ORDERS[options.order],

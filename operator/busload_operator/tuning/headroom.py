@@ -7,10 +7,10 @@ the plan was kept, and the error of forecasts from what arrived one lead time af
 import math
 from dataclasses import dataclass, replace
 
-TARGET = 0.99
-"""Share of requests that should be inside the objectives."""
+ALLOWED_MISSES = 0.01
+"""Share of requests that may be outside the objectives, unless the spec says another."""
 _TOO_MANY, _HARDLY_ANY = 0.7, 0.4
-"""Shares of the misses that the target allows: from the first on a replica is planned less full, as misses in bursts,
+"""Shares of the misses that are allowed: from the first on a replica is planned less full, as misses in bursts,
 which teach nothing, count against the target too; under the second fuller."""
 _START = 0.85
 _LOWEST = 0.70
@@ -71,8 +71,9 @@ class Kappa:
         return self.quiet_missed / self.quiet_requests
 
 
-def learn_kappa(old: Kappa, now: Outcomes, late: bool, replicas: int) -> Kappa:
-    """One step further. `late`: the wait is over half its objective; `replicas` are those asked for."""
+def learn_kappa(old: Kappa, now: Outcomes, late: bool, replicas: int, allowed: float = ALLOWED_MISSES) -> Kappa:
+    """One step further. `late`: the wait is over half its objective; `replicas` are those asked for; `allowed`: share
+    of requests that may miss."""
     kappa = old if old.since is not None else replace(old, since=now.at)
     if now.load > 1.02 * kappa.value or (late and now.load > 0.9 * kappa.value):
         kappa = replace(kappa, dirty_at=now.at)
@@ -85,12 +86,12 @@ def learn_kappa(old: Kappa, now: Outcomes, late: bool, replicas: int) -> Kappa:
         return kappa
     missed = sum(o.missed for o in clean) / requests - kappa.unavoidable
     mean = sum(o.load for o in clean) / len(clean)
-    if missed > _TOO_MANY * (1 - TARGET) and mean > _QUIET * kappa.value:
+    if missed > _TOO_MANY * allowed and mean > _QUIET * kappa.value:
         lower = max(_LOWEST, 0.95 * kappa.value)
         return replace(kappa, bad=min(kappa.bad, kappa.value), value=lower, changed_at=now.at, clean=())
     tested = max(o.load for o in clean) > _TESTED * kappa.value
     one_less_may_do = replicas > 1 and now.load * replicas / (replicas - 1) < 1.15 * kappa.value
-    if missed < _HARDLY_ANY * (1 - TARGET) and (tested or one_less_may_do):
+    if missed < _HARDLY_ANY * allowed and (tested or one_less_may_do):
         bad = min(1.1, _FORGIVING * kappa.bad)
         higher = max(kappa.value, min(1.0, 1.05 * kappa.value, 0.98 * bad))
         return replace(kappa, bad=bad, value=higher, changed_at=now.at)
@@ -181,7 +182,7 @@ def learn_errors(old: Errors, now: float, expected: float, arriving: float, lead
     return replace(old, made=made, seen=seen)
 
 
-def learn_quantile(old: Errors, now: Outcomes, unavoidable: float = 0.0) -> Errors:
+def learn_quantile(old: Errors, now: Outcomes, unavoidable: float = 0.0, allowed: float = ALLOWED_MISSES) -> Errors:
     """Plans for rarer errors while too many requests miss, for more common ones while hardly any does; once a
     minute. Misses that are `unavoidable` do not count, and what is missed in the minute after an error that no quantile
     is planned for says nothing about it."""
@@ -193,9 +194,9 @@ def learn_quantile(old: Errors, now: Outcomes, unavoidable: float = 0.0) -> Erro
         return errors
     missed = sum(o.missed for o in outcomes) / max(1.0, sum(o.requests for o in outcomes)) - unavoidable
     quantile = old.quantile
-    if missed > _TOO_MANY * (1 - TARGET):
+    if missed > _TOO_MANY * allowed:
         quantile = min(_QUANTILE_MOST, quantile + 0.01)
-    elif missed < 0.3 * (1 - TARGET):
+    elif missed < 0.3 * allowed:
         quantile = max(_QUANTILE_LEAST, quantile - 0.01)
     return replace(errors, quantile=quantile, quantile_at=now.at)
 

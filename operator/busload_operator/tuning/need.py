@@ -39,6 +39,7 @@ def replica_plan(state: State, inputs: Inputs, picture: Picture, law: Law | None
             lead=(state.startup_seconds or ASSUMED_STARTUP) + scrape,
             time_to_first_token=inputs.objectives.time_to_first_token,
             outcomes=_outcomes(inputs.now, windows),
+            allowed_misses=inputs.objectives.allowed_misses,
         ),
     )
     return replace(state, sizing=sizing), made

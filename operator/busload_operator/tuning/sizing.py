@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from busload_operator.tuning.demand import Arrivals, Cost, forecast
 from busload_operator.tuning.headroom import (
+    ALLOWED_MISSES,
     Errors,
     Jumps,
     Kappa,
@@ -66,6 +67,8 @@ class Seen:
     time_to_first_token: float
     outcomes: Outcomes | None
     """Since the last step; None: the pods do not count misses."""
+    allowed_misses: float = ALLOWED_MISSES
+    """Share of requests that may be outside the objectives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +227,8 @@ def _learn(sizing: Sizing, seen: Seen, most: float, late: bool) -> Sizing:
         return sizing
     load = seen.cost.rate(recent) / max(1, seen.ready) / most
     outcomes = replace(seen.outcomes, load=load)
-    kappa = learn_kappa(sizing.kappa, outcomes, late, seen.replicas)
-    errors = learn_quantile(sizing.errors, seen.outcomes, kappa.unavoidable)
+    kappa = learn_kappa(sizing.kappa, outcomes, late, seen.replicas, seen.allowed_misses)
+    errors = learn_quantile(sizing.errors, seen.outcomes, kappa.unavoidable, seen.allowed_misses)
     return replace(sizing, kappa=kappa, errors=errors)
 
 

@@ -104,6 +104,13 @@ class Objectives:
 
     time_to_first_token: float
     inter_token_latency: float
+    share: float = 0.99
+    """Of the requests, that should be inside both; replicas are planned for it."""
+
+    @property
+    def allowed_misses(self) -> float:
+        """Share of requests that may be outside."""
+        return 1 - self.share
 
 
 @dataclass(frozen=True, slots=True)

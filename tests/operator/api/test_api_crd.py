@@ -48,7 +48,7 @@ def test_the_smallest_manifest_has_these_defaults():
     spec = InferenceService.model_validate(SMALLEST).spec.model_dump(by_alias=True, exclude_none=True)
     assert spec == {
         "model": {"source": {"bundled": "smollm2-135m-instruct"}, "weightPrecision": "Auto"},
-        "objectives": {"timeToFirstToken": "2s", "interTokenLatency": "100ms"},
+        "objectives": {"timeToFirstToken": "2s", "interTokenLatency": "100ms", "percentile": 99},
         "bounds": {
             "maxSequenceLength": {"min": 1024, "max": 8192},
             "kvCachePercent": {"min": 20, "max": 90},

@@ -337,6 +337,17 @@ def test_kappa_falls_before_misses_are_as_many_as_the_target_allows() -> None:
     assert learned(0.008, 0.8, minutes=10).value < Kappa().value == learned(0.006, 0.8, minutes=10).value
 
 
+def test_a_lower_share_of_requests_lets_a_replica_be_fuller_and_plans_for_commoner_errors() -> None:
+    """2% miss: too many of 1%, hardly any of 10%."""
+    for allowed, fuller in ((0.01, False), (0.1, True)):
+        kappa, errors = Kappa(), Errors()
+        for step in range(720):
+            kappa = learn_kappa(kappa, outcomes(5.0 * step, 0.02, 0.95 * kappa.value), False, 4, allowed)
+            errors = learn_quantile(errors, Outcomes(5.0 * step, 100.0, 2.0), allowed=allowed)
+        assert (kappa.value > Kappa().value) is fuller
+        assert (errors.quantile < Errors().quantile) is fuller
+
+
 def test_kappa_learns_nothing_while_the_plan_is_not_kept() -> None:
     assert learned(0.5, 1.2).value == Kappa().value
 
