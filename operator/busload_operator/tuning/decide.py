@@ -33,6 +33,7 @@ KV_SECONDS = 30.0
 """For how long a miss must last when memory is the cause: preemptions make throughput come in waves."""
 SETTINGS_SECONDS = 60.0
 """How long a missed objective may be met with settings alone."""
+_LATE = f"the time to first token is missed for over {SETTINGS_SECONDS:.0f} s"
 LOW_SECONDS = 300.0
 """How long low use must last, and the pause between two slow changes."""
 FAR_OVER, LOWERED_ROOM = 2.0, 1.5
@@ -95,15 +96,14 @@ def _clear_wait(s: Situation) -> Candidate | str:
     if not possible:
         if (lasted := s.inputs.now - s.state.streak.since) < REPLICA_SECONDS:
             return f"no setting helps for {lasted:.0f} s of waiting; a replica needs this for {REPLICA_SECONDS:.0f} s"
-        if not _overdue(s) and s.inputs.mode is Mode.AUTO and (again := raise_again(s)) is not None:
-            return again
+        if s.inputs.mode is Mode.AUTO and (again := raise_again(s)) is not None:
+            return add_replicas(s, Reason.TIME_LIMIT_PASSED, _LATE) if _overdue(s) else again
         why = _why_not(s, [c for c in settings if isinstance(c, str)])
         return add_replicas(s, Reason.SETTINGS_CANNOT_CLEAR_WAIT, why)
     # Largest predicted throughput first.
     best = max(possible, key=lambda c: c.prediction.tokens_per_second or 0.0)
     if _overdue(s):
-        why = f"the time to first token is missed for over {SETTINGS_SECONDS:.0f} s"
-        replicas = add_replicas(s, Reason.TIME_LIMIT_PASSED, why)
+        replicas = add_replicas(s, Reason.TIME_LIMIT_PASSED, _LATE)
     elif (hopeless := _hopeless(s, best)) is not None:
         replicas = add_replicas(s, Reason.SETTINGS_CANNOT_CLEAR_WAIT, hopeless)
     else:
@@ -116,8 +116,7 @@ def overdue_replicas(s: Situation) -> Candidate | None:
     objective = s.inputs.objectives.time_to_first_token
     if s.state.streak.phase is not Phase.QUEUE or s.wait is None or s.wait <= objective or not _overdue(s):
         return None
-    why = f"the time to first token is missed for over {SETTINGS_SECONDS:.0f} s"
-    found = add_replicas(s, Reason.TIME_LIMIT_PASSED, why)
+    found = add_replicas(s, Reason.TIME_LIMIT_PASSED, _LATE)
     return found if isinstance(found, Candidate) else None
 
 

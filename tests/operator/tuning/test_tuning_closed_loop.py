@@ -306,7 +306,7 @@ def test_a_batch_that_brings_nothing_leads_to_replicas() -> None:
 def with_a_neighbour_while_judged(bounds: Bounds) -> Service:
     """The first raise shows nothing, as the pod is 1.3 times slower until it is judged."""
     own = StepLaw(a=0.04, b=0.008)
-    service = Service(law=own, probed=True, bounds=bounds)
+    service = Service(law=own, probed=True, bounds=bounds, objectives=replace(OBJECTIVES, inter_token_latency=9.0))
     service.clients = 40
     while not service.decisions:
         service.run(2)
