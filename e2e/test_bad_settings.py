@@ -44,8 +44,8 @@ SHARE = 0.9
 WITHIN = 600.0
 SETTLED = 90.0
 """Seconds without a decision: longer than the wait after a raise that showed nothing, some windows, and a judgement."""
-TRIES = 4
-"""Work of neighbours while a change is judged makes the tuner careful, rightly; four times is not chance."""
+TRIES = 5
+"""Work of neighbours while a change is judged makes the tuner careful, rightly; five times is not chance."""
 
 
 def test_bad_settings_become_good_ones_before_anything_is_bought(operator: Cluster, namespace: str) -> None:
