@@ -30,6 +30,19 @@ def test_a_table_of_policies_and_their_decisions(tmp_path: Path) -> None:
     assert "s simulated in" in result.stderr
 
 
+def test_the_target_is_the_tuners_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[float] = []
+    run = compare.run
+
+    def kept(name: str, load: Any, setup: Any, *rest: Any) -> Any:
+        shares.append(setup.objectives.share)
+        return run(name, load, setup, *rest)
+
+    monkeypatch.setattr(compare, "run", kept)
+    assert simulate("-p", "static:1", "--minutes", "0.1", "--target", "0.95").exit_code == 0
+    assert shares == [0.95]
+
+
 def test_order_and_time_budget_are_the_policys_unless_given() -> None:
     """Bursts on too few pods: what is lost is lost, and what can still be served is served."""
     burst = ("--load", "flat:6", "--cv", "4", "--hardware", "cpu", "--lengths", "300:20", "--minutes", "1")

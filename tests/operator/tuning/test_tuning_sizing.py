@@ -7,6 +7,7 @@ from dataclasses import replace
 from statistics import fmean, stdev
 
 import pytest
+from fluid_service import Service
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +24,7 @@ from busload_operator.tuning.headroom import (
     learn_quantile,
 )
 from busload_operator.tuning.sizing import Plan, Seen, Sizing, changed, plan
-from busload_operator.tuning.types import Law
+from busload_operator.tuning.types import Law, Objectives
 from busload_operator.tuning.window import PodWindow
 
 LAW = Law(0.008, 0.0002, 0.0, 0.00005, 0.05, 100, 1.0, 60.0, True)
@@ -346,6 +347,21 @@ def test_a_lower_share_of_requests_lets_a_replica_be_fuller_and_plans_for_common
             errors = learn_quantile(errors, Outcomes(5.0 * step, 100.0, 2.0), allowed=allowed)
         assert (kappa.value > Kappa().value) is fuller
         assert (errors.quantile < Errors().quantile) is fuller
+
+
+def test_what_is_planned_for_is_the_share_of_the_spec(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Seen] = []
+
+    def kept(old: Sizing, one: Seen) -> tuple[Sizing, Plan | None]:
+        asked.append(one)
+        return plan(old, one)
+
+    monkeypatch.setattr("busload_operator.tuning.need.plan", kept)
+    service = Service(probed=True, objectives=Objectives(2.0, 0.5, 0.95))
+    service.rate = lambda now: 1.0
+    service.run(60)
+    assert asked
+    assert [one.allowed_misses for one in asked] == pytest.approx([0.05] * len(asked))
 
 
 def test_kappa_learns_nothing_while_the_plan_is_not_kept() -> None:
