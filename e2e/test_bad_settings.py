@@ -39,22 +39,29 @@ FILLING, MEASURED = 8.0, 30.0
 """Seconds until all places are taken, and then counted."""
 PREDICTED = 0.20
 """By which share of its outcome a prediction may be off."""
+WRONG = 2.0
+"""Factor by which no prediction of a law may be off in any try: a neighbour takes or leaves half of the machine."""
 SHARE = 0.9
 """Of the throughput by hand that is to be reached, in `WITHIN` seconds."""
 WITHIN = 600.0
 SETTLED = 90.0
 """Seconds without a decision: longer than the wait after a raise that showed nothing, some windows, and a judgement."""
-TRIES = 5
-"""Work of neighbours while a change is judged makes the tuner careful, rightly; five times is not chance."""
+TRIES = 2
+"""For the throughput. Work of neighbours while a change is judged makes the tuner careful, rightly; twice is no chance."""
+TRIES_TO_PREDICT = 5
+"""For throughput and all predictions in one try: what neighbours do in the seconds of one measurement is in no law."""
 
 
 def test_bad_settings_become_good_ones_before_anything_is_bought(operator: Cluster, namespace: str) -> None:
     tries: list[str] = []
-    for number in range(1, TRIES + 1):
+    reached = False
+    for number in range(1, TRIES_TO_PREDICT + 1):
         share, off, told = _share_of_best(operator, namespace, f"tuned-{number}", f"hand-{number}")
         tries.append(told)
+        reached = reached or share >= SHARE
         if share >= SHARE and all(abs(by) <= PREDICTED for by in off):
             return
+        assert reached or number < TRIES, "under the throughput by hand in each try:\n" + "\n".join(tries)
     raise AssertionError("no try reached it with predictions that came true:\n" + "\n".join(tries))
 
 
@@ -95,13 +102,19 @@ def _share_of_best(operator: Cluster, namespace: str, own: str, by_hand: str) ->
 
 def _predictions(decisions: list[dict[str, Any]], told: str) -> list[float]:
     """By which shares of their outcomes predictions of settings were off. Checks what holds whatever the machine did:
-    settings first."""
+    settings first, and predictions of the right size where there was a law and something to compare with."""
     settings = _settings(decisions)
     bought = [decision for decision in decisions if decision["knob"] == "replicas"]
     assert settings[0]["knob"] == "batchSize", told
     # Settings have a minute for a missed objective, which on a slow machine is not enough to judge each.
     first = [purchase for purchase in bought if purchase["reason"] != "TimeLimitPassed"]
     assert all(purchase["id"] > settings[-1]["id"] for purchase in first), told
+    for decision in settings:
+        if "linear bound, at best" in decision["message"] or decision["outcome"]["verdict"] == "Inconclusive":
+            continue
+        predicted = float(decision["prediction"]["tokensPerSecond"])
+        after = float(decision["outcome"]["tokensPerSecondAfter"])
+        assert predicted / WRONG <= after <= predicted * WRONG, _words(decision)
     measured = [decision for decision in settings if decision["outcome"].get("tokensPerSecondAfter")]
     assert measured, told
     return [

@@ -394,10 +394,10 @@ def _change(
     )
     if s.inputs.mode is Mode.RECOMMEND:
         return _recommend(state, decision, target)
-    before = _before(s)
-    trial = None
+    windows = _before_windows(s)
+    before, trial = view(windows), None
     if found.knob in SLOW_KNOBS:
-        trial = choose(found.reason, state.windows, _before_windows(s), _speaking(s))
+        trial = choose(found.reason, state.windows, windows, _speaking(s))
     if trial is not None:
         decision = replace(decision, message=f"{decision.message} {trial.pod} alone tries it first.")
     tokens = before.tokens_per_second / before.pods * s.ready if before is not None else None
@@ -419,7 +419,7 @@ def _change(
         inter_token_before=before.itl if before is not None else None,
         prefill_before=before.prefill_per_busy_second if before is not None else 0.0,
         span_before=span,
-        before=_before_windows(s) if found.knob is not Knob.REPLICAS else (),
+        before=windows if found.knob is not Knob.REPLICAS else (),
         trial=trial,
         settle=settle_seconds(decision, before.itl if before is not None else None),
     )
@@ -443,10 +443,6 @@ def _speaking(s: Situation) -> tuple[str, ...]:
     """Ready pods that gave windows lately."""
     ready = {sample.pod for sample in s.inputs.pods if sample.ready}
     return tuple(sorted(ready & {w.pod for w in s.state.windows}))
-
-
-def _before(s: Situation) -> View | None:
-    return view(_before_windows(s))
 
 
 def _before_windows(s: Situation) -> tuple[PodWindow, ...]:
