@@ -47,7 +47,8 @@ WITHIN = 600.0
 SETTLED = 90.0
 """Seconds without a decision: longer than the wait after a raise that showed nothing, some windows, and a judgement."""
 TRIES = 2
-"""For the throughput. Work of neighbours while a change is judged makes the tuner careful, rightly; twice is no chance."""
+"""For the throughput. Work of neighbours while a change is judged makes the tuner careful, rightly; twice is chance no
+more."""
 TRIES_TO_PREDICT = 5
 """For throughput and all predictions in one try: what neighbours do in the seconds of one measurement is in no law."""
 
