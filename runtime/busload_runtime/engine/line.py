@@ -3,7 +3,7 @@
 With a time to first token objective and a step law known: those that can still make it, in order of arrival, and
 behind them those that cannot, in order of arrival too (late-last). Serving a lost request first makes the next ones
 miss as well, so under a burst first come, first served loses nearly all. Nobody starves: who has waited ten objectives
-(and 30 s at least) goes before everybody else again. Without objective or law: in order of arrival.
+(and 45 s at least) goes before everybody else again. Without objective or law: in order of arrival.
 """
 
 import math
@@ -15,7 +15,10 @@ from busload_runtime.contract import Pace
 from busload_runtime.engine.request import Request
 
 PATIENCE_OBJECTIVES = 10
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 45.0
+"""Long enough that more replicas may be there by then, as who is served late takes the place of one in time; and short
+of the 60 s after which proxies in front of a service commonly give up (nginx `proxy_read_timeout`, AWS load balancers).
+"""
 
 
 class Line:

@@ -164,10 +164,10 @@ def test_in_order_of_arrival_without_objective_or_law() -> None:
 
 def test_patience_ends_and_then_age_counts_again() -> None:
     scheduler = make(LATE_LAST, batch=1)
-    for request_id, arrived in enumerate([0.0, 5.0, 30.9]):
+    for request_id, arrived in enumerate([0.0, 5.0, 45.9]):
         add(scheduler, request_id, 10, 1, arrived)
-    assert sizes(step(scheduler, 31.0)) == {0: 10}
-    assert admitted(scheduler, 31.0) == [2, 1]
+    assert sizes(step(scheduler, 46.0)) == {0: 10}
+    assert admitted(scheduler, 46.0) == [2, 1]
 
 
 def test_another_objective_judges_all_anew() -> None:
