@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean, stdev
+from statistics import fmean, linear_regression, stdev
 
 from busload_operator.tuning.types import Law
 from busload_operator.tuning.window import PodWindow
@@ -34,6 +34,11 @@ _JUMP_FACTOR = 1.25
 _STEEP = 1.5
 """A jump by this factor is taken to go on, if the fleet is short already."""
 _MOST_RATIO = 3.0
+_RISE_SECONDS = 75.0
+_RISE_BINS = 8
+_RISE_CERTAIN = 3.0
+"""Standard errors by which the slope of the load must be above none: it is looked at every few seconds."""
+_RISE_MOST = 0.25
 _BURST_SCATTER = 0.5
 """Coefficient of variation of 15 s means above which, with as little memory over the lead, load comes in bursts."""
 _BURST_COVERED = 0.95
@@ -178,16 +183,27 @@ class Forecast:
     """Mean of the last 15 seconds."""
     jump: float
     """By what factor the last 15 s are above the time before, when that is no accident; else 1."""
+    rise: float
+    """By what share of `short` load grows in one lead time if it goes on as in the last 75 s, as far as that is
+    certain; 0 where it is not."""
     floor: float | None
     """What bursts need that are over before a replica could come; None: load does not come in such bursts."""
 
     def expected(self, able: float) -> float:
         """One lead time ahead, before the error of forecasts; `able`: what the present fleet can do. A trend is not
-        extrapolated: it would buy on noise. Only a steep jump that is over the fleet already is."""
+        extrapolated, as that would buy on noise, but for a steep jump that is over the fleet already; and see `risen`.
+        """
         if self.jump <= 1:
             return self.steady
         onward = min(_MOST_RATIO, self.jump) if self.jump >= _STEEP and self.short > able else 1.0
         return max(self.steady, self.short * onward)
+
+    @property
+    def risen(self) -> float:
+        """One lead time ahead if load goes on rising; 0 if it does not rise for certain. For a fleet that is short
+        already: its means of a minute lag behind by half of it, and a replica that is not bought for what the load will
+        be is too few when it comes."""
+        return self.short * (1 + self.rise) if self.rise > 0 else 0.0
 
 
 def forecast(arrivals: Sequence[Arrivals], each: Cost, lead: float) -> Forecast | None:
@@ -203,7 +219,8 @@ def forecast(arrivals: Sequence[Arrivals], each: Cost, lead: float) -> Forecast 
     before = [each.rate([a]) for a in minute if a.end <= now - SHORT_SECONDS]
     steady, scatter = _steady(arrivals, level, each)
     jump = _jump(before, short, len(late))
-    return Forecast(level, steady, scatter, short, jump, _burst_floor(arrivals, each, lead))
+    rise = _rise(arrivals, each, lead) / short if short > 0 else 0.0
+    return Forecast(level, steady, scatter, short, jump, min(_RISE_MOST, rise), _burst_floor(arrivals, each, lead))
 
 
 def _steady(arrivals: Sequence[Arrivals], level: float, each: Cost) -> tuple[float, float]:
@@ -242,6 +259,21 @@ def _jump(before: list[float], short: float, bins: int) -> float:
     if short <= mean + _JUMP_SIGMA * scatter or short <= _JUMP_FACTOR * mean:
         return 1.0
     return short / mean if mean > 0 else _MOST_RATIO
+
+
+def _rise(arrivals: Sequence[Arrivals], each: Cost, lead: float) -> float:
+    """Work by which load grows in one lead time: the slope of a straight line through the last 75 s, less its standard
+    error; 0 where the slope is below three of these."""
+    now = arrivals[-1].end
+    late = [a for a in arrivals if a.end > now - _RISE_SECONDS]
+    if len(late) < _RISE_BINS:
+        return 0.0
+    times, rates = [(a.start + a.end) / 2 for a in late], [each.rate([a]) for a in late]
+    line = linear_regression(times, rates)
+    around = sum((y - line.intercept - line.slope * x) ** 2 for x, y in zip(times, rates, strict=True))
+    middle = fmean(times)
+    error = math.sqrt(around / (len(late) - 2) / sum((x - middle) ** 2 for x in times))
+    return (line.slope - error) * lead if line.slope > _RISE_CERTAIN * error else 0.0
 
 
 def _burst_floor(arrivals: Sequence[Arrivals], each: Cost, lead: float) -> float | None:

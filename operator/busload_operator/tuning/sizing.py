@@ -84,6 +84,8 @@ class Plan:
     offered: float
     expected: float
     """One lead time ahead."""
+    rises: bool
+    """Whether that is more than arrives now, as load rises."""
     error: float
     """Factor for the error of forecasts."""
     capacity: float
@@ -134,6 +136,8 @@ class Sizing:
     since: float | None = None
     errors: Errors = field(default_factory=Errors)
     jumps: Jumps = field(default_factory=Jumps)
+    rises: Jumps = field(default_factory=Jumps)
+    """What came of rises of the load, believed beyond its mean."""
     kappa: Kappa = field(default_factory=Kappa)
     wants: tuple[Want, ...] = ()
     """Without a hole."""
@@ -171,7 +175,13 @@ def plan(old: Sizing, seen: Seen) -> tuple[Sizing, Plan | None]:
     capacity = sizing.kappa.value * most
     untempered = offered.expected(n * capacity)
     expected = sizing.jumps.tempered(offered.steady, untempered)
+    rises = False
+    if late and offered.short > seen.ready * capacity:
+        # It may be one of the bursts that are over before a replica comes: what came of either says so.
+        risen = sizing.rises.tempered(offered.steady, sizing.jumps.tempered(offered.steady, offered.risen))
+        rises, expected = risen > expected, max(risen, expected)
     jumps = learn_jumps(sizing.jumps, now, offered.steady, untempered, offered.short, seen.lead)
+    learned_rises = learn_jumps(sizing.rises, now, offered.steady, offered.risen, offered.short, seen.lead)
     errors = learn_errors(sizing.errors, now, expected, offered.short, seen.lead)
     # Those that start are here for half of the lead time, in the mean.
     present = seen.ready + max(0, n - seen.ready) / 2
@@ -192,7 +202,7 @@ def plan(old: Sizing, seen: Seen) -> tuple[Sizing, Plan | None]:
     up = _whole(needed)
     wants = (*(w for w in sizing.wants if w.at > now - sizing.hold_one - 60.0), want)
     short = sizing.short + 1 if up > n else 0
-    sizing = replace(sizing, errors=errors, jumps=jumps, wants=wants, short=short)
+    sizing = replace(sizing, errors=errors, jumps=jumps, rises=learned_rises, wants=wants, short=short)
     sell_to = _sell_to(sizing, now, n, lambda w: w.enough(errors.up, errors.down, capacity, most))
     return sizing, Plan(
         up=up,
@@ -200,6 +210,7 @@ def plan(old: Sizing, seen: Seen) -> tuple[Sizing, Plan | None]:
         sell_to=sell_to,
         offered=offered.short,
         expected=expected,
+        rises=rises,
         error=error,
         capacity=given,
         kappa=given / most,
