@@ -78,10 +78,13 @@ def _by_plan(s: Situation, plan: Plan) -> int | str:
 
 
 def _work(plan: Plan) -> str:
-    rising = f", as load rises from {plan.offered:.2f}" if plan.rises else ""
+    given = f"and each may be given {plan.capacity:.2f} (a batch of up to {plan.batch:.0f})"
+    if plan.rises > 0:
+        rise = f"from work for {plan.offered:.2f} busy replicas to {plan.rises:.2f} in {plan.lead:.0f} s"
+        return f"load rises, {rise}, {given}"
     return (
-        f"work for {plan.expected:.2f} busy replicas is expected in {plan.lead:.0f} s{rising}, times {plan.error:.2f} "
-        f"for the error of forecasts, and each may be given {plan.capacity:.2f} (a batch of up to {plan.batch:.0f})"
+        f"work for {plan.expected:.2f} busy replicas is expected in {plan.lead:.0f} s, times {plan.error:.2f} for the "
+        f"error of forecasts, {given}"
     )
 
 

@@ -84,8 +84,8 @@ class Plan:
     offered: float
     expected: float
     """One lead time ahead."""
-    rises: bool
-    """Whether that is more than arrives now, as load rises."""
+    rises: float
+    """The same as load rises, where that is more than `expected` with its error would be; else 0."""
     error: float
     """Factor for the error of forecasts."""
     capacity: float
@@ -175,11 +175,13 @@ def plan(old: Sizing, seen: Seen) -> tuple[Sizing, Plan | None]:
     capacity = sizing.kappa.value * most
     untempered = offered.expected(n * capacity)
     expected = sizing.jumps.tempered(offered.steady, untempered)
-    rises = False
+    rises = 0.0
     if late and offered.short > seen.ready * capacity:
-        # It may be one of the bursts that are over before a replica comes: what came of either says so.
+        # It may be one of the bursts that are over before a replica comes: what came of either says so. And it is what
+        # makes forecasts wrong: their error does not come on top.
         risen = sizing.rises.tempered(offered.steady, sizing.jumps.tempered(offered.steady, offered.risen))
-        rises, expected = risen > expected, max(risen, expected)
+        if risen > expected * sizing.errors.up:
+            rises, expected = risen, risen / sizing.errors.up
     jumps = learn_jumps(sizing.jumps, now, offered.steady, untempered, offered.short, seen.lead)
     learned_rises = learn_jumps(sizing.rises, now, offered.steady, offered.risen, offered.short, seen.lead)
     errors = learn_errors(sizing.errors, now, expected, offered.short, seen.lead)

@@ -241,19 +241,22 @@ def test_a_fleet_that_is_short_is_enlarged_for_what_a_rise_will_be() -> None:
     ahead = forecast(load, COST, 65.0)
     assert ahead is not None
 
-    def expected(sizing: Sizing) -> float:
+    def planned(sizing: Sizing) -> Plan:
         _, found = plan(sizing, seen(load, 4, waiting=60.0))
         assert found is not None
-        assert found.rises
-        return found.expected
+        return found
 
-    over = Jumps(stayed=(0.0,))
-    assert expected(Sizing()) == pytest.approx(ahead.risen)
+    over, beyond = Jumps(stayed=(0.0,)), ahead.risen - ahead.steady
+    believed = planned(Sizing())
+    assert believed.rises == pytest.approx(ahead.risen)
     assert ahead.risen > 1.3 * ahead.level
-    beyond = ahead.risen - ahead.steady
-    assert expected(Sizing(rises=over)) == pytest.approx(ahead.steady + beyond / 2)
-    assert expected(Sizing(jumps=over)) == pytest.approx(ahead.steady + beyond / 2)
-    assert expected(Sizing(rises=over, jumps=over)) == pytest.approx(ahead.steady + beyond / 4)
+    assert believed.expected * believed.error == pytest.approx(ahead.risen), "no error of forecasts on top"
+    assert believed.up == math.ceil(ahead.risen / believed.capacity)
+    assert planned(Sizing(rises=over)).rises == pytest.approx(ahead.steady + beyond / 2)
+    assert planned(Sizing(jumps=over)).rises == pytest.approx(ahead.steady + beyond / 2)
+    neither = planned(Sizing(rises=over, jumps=over))
+    assert neither.rises == 0
+    assert neither.expected * neither.error > ahead.steady + beyond / 4, "the error of forecasts covers that"
 
 
 @pytest.mark.parametrize(("replicas", "waiting"), [(5, 60.0), (4, 0.0)])
@@ -264,7 +267,7 @@ def test_a_fleet_that_is_not_short_is_not_enlarged_for_a_rise(replicas: int, wai
     ahead = forecast(load, COST, 65.0)
     assert found is not None
     assert ahead is not None
-    assert not found.rises
+    assert found.rises == 0
     assert found.expected < ahead.risen
 
 
