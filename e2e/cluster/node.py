@@ -18,6 +18,9 @@ from . import settings as s
 from .settings import HERE, Settings
 from .shell import Failure, Progress, exclusive, last_lines, run, wait_until, write
 
+# What a node takes while the end-to-end tests run (images unpacked, logs, etcd), with something to spare.
+DISK_GIB = 3
+
 
 def node_file(settings: Settings) -> Path:
     return settings.state / "node.pid"

@@ -17,10 +17,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import host
 from .settings import HERE, Settings
 from .shell import HEARTBEAT_SECONDS, Failure, Progress, downloading, exclusive, last_lines, run, write
 
 RECIPE = "1"  # raised when build() changes what it makes
+BUILD_GIB = 6  # modules' sources and Go's own cache of what it compiled, with kubeone
 BUILD_FLAGS = ("-mod=mod", "-trimpath", "-buildvcs=false")
 FROM_THE_NETWORK = re.compile(
     r"dial tcp|timeout|connection re|EOF|TLS handshake|no such host|bad gateway|50[0-9] ", re.I
@@ -221,6 +223,7 @@ def build(settings: Settings, name: str, progress: Progress) -> Path:
     with exclusive(lock, lambda: progress.note(f"another build holds {lock}: waiting for it")):
         if output.exists():
             return output
+        host.require_space(output, BUILD_GIB, f"building {name}")
         progress.note(f"building {name} {program.version} from its Go module; the first time takes {program.takes}")
         folder, new = settings.cache / "build" / name, settings.bin / f".{program.key}.new"
         shutil.rmtree(folder, ignore_errors=True)

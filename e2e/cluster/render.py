@@ -81,7 +81,10 @@ def cni() -> str:
 
 
 def kubelet(settings: Settings, machine: Machine) -> str:
-    """cgroupfs as driver: nothing here talks to systemd. Images are never collected: no registry has them."""
+    """cgroupfs as driver: nothing here talks to systemd. Images are never collected: no registry has them.
+
+    Too little disk is an amount, not a share: one per cent of a large disk is gigabytes, and below it no pod starts.
+    """
     version_1 = "failCgroupV1: false\n" if machine.cgroup == 1 else ""
     return f"""\
 apiVersion: kubelet.config.k8s.io/v1beta1
@@ -100,7 +103,7 @@ authentication:
 authorization: {{mode: Webhook}}
 tlsCertFile: {settings.pki}/kubelet.crt
 tlsPrivateKeyFile: {settings.pki}/kubelet.key
-evictionHard: {{memory.available: 100Mi, nodefs.available: 1%, imagefs.available: 1%}}
+evictionHard: {{memory.available: 100Mi, nodefs.available: {s.DISK_LEFT_MIB}Mi, imagefs.available: {s.DISK_LEFT_MIB}Mi}}
 imageGCHighThresholdPercent: 100
 serializeImagePulls: false
 eventRecordQPS: 0

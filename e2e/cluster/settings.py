@@ -24,6 +24,8 @@ NODE_POD_CIDR = "10.244.0.0/24"
 DEFAULT_API_PORT = 16443
 # Raised when a state directory written before can no longer be used.
 STATE_FORMAT = "1"
+# With less of the disk free than this, the node takes no more pods and begins to evict.
+DISK_LEFT_MIB = 256
 
 # Hidden or replaced inside the node's mount namespace (node.sh), so the state cannot live below them.
 COVERED = ("/run", "/var/run", "/proc", "/sys", "/var/log", "/var/lib/kubelet", "/var/lib/containerd", "/var/lib/cni")

@@ -118,3 +118,13 @@ def test_cgroups_are_removed_deepest_first_and_only_ours(tmp_path: Path) -> None
     left = sorted(str(folder.relative_to(tmp_path / "memory")) for folder in (tmp_path / "memory").rglob("*"))
     assert left == ["busload-y", "kubepods", "kubepods/pod3", "tasks"]
     cgroups.remove("busload-x", tmp_path)  # nothing left to do is no failure
+
+
+def test_too_little_disk_is_told_before_anything_is_built(tmp_path: Path) -> None:
+    folder = tmp_path / "not" / "yet"
+    assert host.free_space(folder) == host.free_space(tmp_path) > 0
+    host.require_space(folder, 3, "a node", free=lambda _: 3 * 2**30)
+    with pytest.raises(
+        Failure, match=rf"a node needs 3 GiB of disk, and 1\.5 GiB are free where {folder} is: make room"
+    ):
+        host.require_space(folder, 3, "a node", free=lambda _: 3 * 2**29)

@@ -33,6 +33,16 @@ def test_kubelet_accepts_cgroup_version_1_only_where_it_has_to(cgroup: int, expe
     assert config["authentication"]["anonymous"] == {"enabled": False}
 
 
+def test_kubelet_keeps_an_amount_of_disk_and_not_a_share_of_it() -> None:
+    """One per cent of a large disk is gigabytes: a node with 3 GB free of 252 took no more pods."""
+    config = yaml.safe_load(render.kubelet(SETTINGS, MACHINE))
+    assert config["evictionHard"] == {
+        "memory.available": "100Mi",
+        "nodefs.available": "256Mi",
+        "imagefs.available": "256Mi",
+    }
+
+
 @pytest.mark.parametrize("mode", ["nftables", "iptables"])
 def test_proxy_has_the_mode_that_the_kernel_can_do(mode: str) -> None:
     config = yaml.safe_load(render.proxy(SETTINGS, render.Machine(Path("/x"), mode, 2)))
