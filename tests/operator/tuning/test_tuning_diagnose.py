@@ -53,6 +53,29 @@ def test_bottleneck_and_its_numbers(view_: View, law: Law | None, expected: Bott
     assert found.evidence.endswith(".")
 
 
+ROUGH = replace(LAW, usable=False, error=0.2)
+"""As of a node that others use: too rough to act on."""
+
+
+@pytest.mark.parametrize(
+    ("view_", "error", "expected"),
+    [
+        # 200 prompt tokens are 200 ms, beside 30 ms of 3 places: 83% of a step.
+        (replace(CALM, batch=3.0, prefill_per_step=200.0), 0.2, Bottleneck.PREFILL_BOUND),
+        (replace(CALM, batch=3.0, prefill_per_step=150.0), 0.35, Bottleneck.DECODE_BOUND),
+        (replace(CALM, batch=3.0, prefill_per_step=2000.0), 0.45, Bottleneck.DECODE_BOUND),
+        (replace(QUEUED, batch=19.0, batch_limit=19.0, **NOTHING_PREFILLED), 0.2, Bottleneck.SATURATED),
+        (replace(QUEUED, batch=17.0, batch_limit=17.0, **NOTHING_PREFILLED), 0.2, Bottleneck.SLOT_BOUND),
+        (replace(QUEUED, batch=17.0, batch_limit=17.0, **NOTHING_PREFILLED), 0.05, Bottleneck.SLOT_BOUND),
+    ],
+)
+def test_a_law_that_is_too_rough_to_act_on_names_what_is_plain_by_more_than_its_error(
+    view_: View, error: float, expected: Bottleneck
+) -> None:
+    found = diagnose(view_, 8.0, replace(ROUGH, error=error), Objectives(2.0, 0.1))
+    assert found.bottleneck is expected, found.evidence
+
+
 def test_wait_is_queue_over_finish_rate() -> None:
     # 157 tokens in 1.9 busy seconds, 100 tokens per request: 0.826 requests/s finish.
     wait, bound = wait_seconds(QUEUED, (replace(WINDOW, finished=1.0),), 100.0)
