@@ -42,11 +42,15 @@ class DidNotStart(RuntimeError):
 
 @contextmanager
 def serve(
-    *flags: str, model: str = f"bundled:{MODEL}", executor: str = "cpu", environment: Mapping[str, str] | None = None
+    *flags: str,
+    model: str = f"bundled:{MODEL}",
+    executor: str = "cpu",
+    environment: Mapping[str, str] | None = None,
+    module: str = "busload_operator.cli",
 ) -> Iterator[BusloadServer]:
     """Serves `model` on 127.0.0.1 with further flags of `busload serve` and, beside this process's environment, further
-    variables. Raises `DidNotStart`."""
-    command = [sys.executable, "-m", "busload_operator.cli", "serve", "--port=0", f"--served-model-name={MODEL}"]
+    variables; by another `module` than busload's own where something is to be measured in it. Raises `DidNotStart`."""
+    command = [sys.executable, "-m", module, "serve", "--port=0", f"--served-model-name={MODEL}"]
     with tempfile.TemporaryFile("w+") as log:
         begin = time.monotonic()
         process = subprocess.Popen(

@@ -16,13 +16,15 @@ the same reason the engine leaves a core to HTTP and to the client. A law that f
 not compared with anything (exit code 2).
 
 A shared machine is a quarter faster in one ten seconds than in the next, and a queue near its limit shows that many
-times over. So the fit comes in rounds, one before each load and one after the last, and each load is simulated twice:
+times over. So how fast it is, is measured all the time: after every fifteenth of its steps the engine runs one that is
+always the same (`reference_steps`). The law is fitted to what steps would have taken on a machine of one speed, in
+rounds, one before each load and one after the last; and each load is simulated twice:
 
-- own speed: a, b, c and d from all rounds; the machine as fast as this load's counters say (busy seconds against what
-  the law says for those steps, over five seconds). It also takes up what the law itself misses at that load's batch and
-  mix: scheduling, queues and HTTP are judged, not the law.
-- speed of the fit: the machine as fast as in the two rounds around the load. Nothing of the load is used, so the law is
-  judged too, and so is how steady the machine was.
+- reference speed: the machine as fast as the reference steps say. Nothing of the load's own steps is used, so the law
+  is judged too.
+- own speed: the machine as fast as this load's counters say (busy seconds against what the law says for those steps,
+  over five seconds). It also takes up what the law itself misses at that load's batch and mix: scheduling, queues and
+  HTTP are judged, not the law.
 
 `--judge` says which of the two the bars apply to; both are printed.
 A lighter load lasts longer, so that as many requests come: of few, a percentile is one of three.
@@ -31,9 +33,11 @@ A lighter load lasts longer, so that as many requests come: of few, a percentile
 import argparse
 import asyncio
 import itertools
+import math
 import random
 import statistics
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -56,8 +60,10 @@ from busload_runtime.bench.loops import Ending, closed_loop, open_loop
 from busload_runtime.bench.outcome import Outcome
 from busload_runtime.bench.prompts import PromptMaker
 from busload_runtime.contract import Limits, StepLaw
+from e2e.bench import reference_steps
 from e2e.bench.fidelity_bars import BARS, Timing, compare, simulated
 from e2e.bench.fidelity_recorded import check_measured
+from e2e.bench.reference_steps import Reference
 from e2e.bench.server import BusloadServer, serve, spare_one_core
 
 MIXES = {"chat": (100, 60), "long prompts": (400, 30)}
@@ -73,7 +79,9 @@ _FIT_LEVELS = ((1, 4, 12, 24), (2, 8, 16))
 _SCRAPE_SECONDS = 1.0
 _WORST_LAW = 0.15
 """Error of a law that describes nothing; the tuner does not use such a one either."""
-OWN, OF_THE_FIT = "own speed", "speed of the fit"
+OWN, REFERENCE = "own speed", "reference speed"
+_AROUND_SECONDS = 2.0
+"""Before and after a second, of reference steps that tell its speed: a single one of them scatters."""
 
 
 @dataclass(slots=True)
@@ -153,12 +161,14 @@ class Round:
     windows: Sequence[PodWindow]
     together: Sequence[PodWindow]
     """Those of several clients: one or another always has work for the engine."""
-    alone: Sequence[Outcome]
-    """Requests of the single client."""
+    alone: Sequence[tuple[float, Outcome]]
+    """Requests of the single client, and when its loop began."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
+    """Of a machine as fast as it was in the mean."""
+
     law: Law
     front_end: float
     """Seconds that the first token of a request alone in the engine takes beyond its step, in the mean."""
@@ -199,37 +209,40 @@ class FitSources:
         self._sources = [(request for _, request in requests(load, seed=99)) for load in loads]
 
     def round(self, server: BusloadServer, levels: Sequence[int], seconds: float) -> Round:
-        kept, together, alone = list[PodWindow](), list[PodWindow](), list[Outcome]()
+        kept, together, alone = list[PodWindow](), list[PodWindow](), list[tuple[float, Outcome]]()
         for source, level in itertools.product(self._sources, levels):
             with scraped(server) as found:
+                began = time.monotonic()
                 outcomes = asyncio.run(_closed(server, source, level, seconds))
             windows = [w for w in found.windows[1:-1] if w.running > 0 and w.running_peak >= level / 2]
             kept += windows
             if level == 1:
-                alone += [outcome for outcome in outcomes if outcome.ok]
+                alone += [(began, outcome) for outcome in outcomes if outcome.ok]
             else:
                 together += windows
         return Round(kept, together, alone)
 
 
-def fit_law(rounds: Sequence[Round]) -> Fitted:
+def fit_law(rounds: Sequence[Round], reference: Reference) -> Fitted:
     together = [window for one in rounds for window in one.together]
     gap = sum(w.seconds - w.busy_seconds for w in together) / sum(w.steps for w in together)
     fit = Fit()
     for window in (window for one in rounds for window in one.windows):
-        fit = add(fit, replace(window, busy_seconds=_in_steps(window, gap)))
+        pace = reference.pace(window.start - _AROUND_SECONDS, window.end + _AROUND_SECONDS)
+        fit = add(fit, replace(window, busy_seconds=_in_steps(window, gap) / pace))
     law = solve(fit)
     assert law is not None, "no window under load"
-    beyond = [_beyond_its_step(outcome, law) for one in rounds for outcome in one.alone]
+    beyond = [_beyond_its_step(began, outcome, law, reference) for one in rounds for began, outcome in one.alone]
     front_end = max(0.0, statistics.mean(beyond)) if beyond else 0.0
     return Fitted(law, front_end, gap)
 
 
-def _beyond_its_step(outcome: Outcome, law: Law) -> float:
+def _beyond_its_step(began: float, outcome: Outcome, law: Law, reference: Reference) -> float:
     """Prompts of the fit's mixes fit one step."""
-    tokens = outcome.input_tokens
+    tokens, at = outcome.input_tokens, began + outcome.intended
     assert outcome.time_to_first_token is not None
-    return outcome.time_to_first_token - (law.a + tokens * (law.c + law.d))
+    pace = reference.pace(at - _AROUND_SECONDS, at + _AROUND_SECONDS)
+    return outcome.time_to_first_token - pace * (law.a + tokens * (law.c + law.d))
 
 
 class Speed:
@@ -251,6 +264,13 @@ class Speed:
         """That of a load's own windows, over five of them."""
         around = [windows[max(0, i - 2) : i + 3] for i in range(len(windows))]
         return cls([(w.end - began, fitted.pace(near)) for w, near in zip(windows, around, strict=True)])
+
+    @classmethod
+    def told(cls, reference: Reference, began: float, seconds: float) -> "Speed":
+        """That of the reference steps, second by second."""
+        starts = [began + i for i in range(math.ceil(seconds))]
+        paces = [reference.pace(at - _AROUND_SECONDS, at + 1 + _AROUND_SECONDS) for at in starts]
+        return cls([(at + 1 - began, pace) for at, pace in zip(starts, paces, strict=True)])
 
     def machine(self, wall: float) -> float:
         return self._map(wall, self._wall, self._machine, 1 / self._last)
@@ -275,12 +295,16 @@ def check_runtime(options: argparse.Namespace) -> bool:
         f"--max-queued-requests={limits.max_queued_requests}",
         f"--max-queued-tokens={limits.max_queued_tokens}",
     )
-    with serve(*flags, environment=spare_one_core()) as server:
-        rounds, loads = measure(server, options)
-        with scraped(server) as found:
-            pass
+    with tempfile.TemporaryDirectory() as folder:
+        steps = Path(folder) / "reference"
+        environment = spare_one_core() | {reference_steps.FILE: str(steps)}
+        with serve(*flags, environment=environment, module=reference_steps.MODULE) as server:
+            rounds, loads = measure(server, options, steps)
+            with scraped(server) as found:
+                pass
+        reference = Reference.read(steps)
     assert found.samples is not None
-    fitted = fit_law(rounds)
+    fitted = fit_law(rounds, reference)
     law = fitted.law
     print(
         f"law: a {1e3 * law.a:.3f} ms, b {1e3 * law.b:.4f} ms, c {1e9 * law.c:.1f} ns, d {1e6 * law.d:.2f} us, "
@@ -301,19 +325,22 @@ def check_runtime(options: argparse.Namespace) -> bool:
     )
     pool = replace(limits, kv_cache_percent=100)
     good = True
-    for load, (before, after) in zip(loads, itertools.pairwise(rounds[1:]), strict=True):
-        around, own = fitted.pace([*before.windows, *after.windows]), fitted.pace(load.windows)
-        speeds = {OWN: Speed.seen(fitted, load.windows, load.began), OF_THE_FIT: Speed([(1.0, around)])}
+    for load in loads:
+        speeds = {
+            REFERENCE: Speed.told(reference, load.began, max(timing.last for timing in load.real)),
+            OWN: Speed.seen(fitted, load.windows, load.began),
+        }
         for name, speed in speeds.items():
             moved = f"steps took {speed.fastest:.2f} to {speed.slowest:.2f} times what the law says"
             here = at_speed(load.arrivals, hardware, pool, speed)
             within = compare(f"{load.name}; {name}: {moved}", BARS, load.real, here)
             good = good and (within or name != options.judge)
-        print(f"  steps took {own / around - 1:+.1%} against those of the rounds around it, by the same law")
+        own, told = fitted.pace(load.windows), reference.pace(load.windows[0].start, load.windows[-1].end)
+        print(f"  steps took {own / told - 1:+.1%} against the law at the reference's speed")
     return good
 
 
-def measure(server: BusloadServer, options: argparse.Namespace) -> tuple[list[Round], list[Load]]:
+def measure(server: BusloadServer, options: argparse.Namespace, steps: Path) -> tuple[list[Round], list[Load]]:
     """Rounds of the fit, with the loads between them: two first, as each has half of the levels, then one after each
     load. How much load is a share of the capacity that the rounds before it tell."""
     sources, rounds, loads = FitSources(), list[Round](), list[Load]()
@@ -327,7 +354,7 @@ def measure(server: BusloadServer, options: argparse.Namespace) -> tuple[list[Ro
     for (mix, medians), (load, share) in itertools.product(MIXES.items(), LOADS.items()):
         fit_round()
         lengths = Lengths.lognormal(*medians, longest=_LONGEST // 2)
-        law = fit_law(rounds).law
+        law = fit_law(rounds, Reference.read(steps)).law
         rate = share * requests_per_second(law, lengths, options.batch_size)
         arrivals = flat(rate, options.seconds * LOADS["overload"] / share, lengths, seed=options.seed)
         loads.append(serve_load(server, f"{mix}, {load} ({rate:.1f}/s)", arrivals))
@@ -369,7 +396,7 @@ def main() -> None:
     )
     parser.add_argument("--batch-size", type=int, default=16, help="of the server (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--judge", choices=(OWN, OF_THE_FIT), default=OWN, help="default: %(default)s")
+    parser.add_argument("--judge", choices=(OWN, REFERENCE), default=REFERENCE, help="default: %(default)s")
     parser.add_argument("--measured", type=Path, help="folder of recorded runs")
     parser.add_argument("--only", choices=("runtime", "measured"), help="one of the two parts")
     options = parser.parse_args()
