@@ -121,6 +121,9 @@ _ERRORS_KEPT = 3600.0
 _ERROR_EVERY = 15.0
 _LEAST, _MOST = 1.05, 1.5
 _QUANTILE, _QUANTILE_LEAST, _QUANTILE_MOST, _QUANTILE_DOWN = 0.80, 0.70, 0.93, 0.04
+_MANY_MISSES = 0.10
+"""Where so many may miss, the middle of what came is planned for at the least, with nothing on top of it."""
+_MIDDLE = 0.5
 _OUTCOMES_KEPT = 600.0
 
 
@@ -139,15 +142,13 @@ class Errors:
     quantile_at: float = -math.inf
     outcomes: tuple[Outcomes, ...] = ()
 
-    @property
-    def up(self) -> float:
-        """Factor on a forecast for buying."""
-        return self._at(self.quantile)
+    def up(self, allowed: float = ALLOWED_MISSES) -> float:
+        """Factor on a forecast for buying. `allowed`: share of requests that may miss."""
+        return self._at(self.quantile, allowed)
 
-    @property
-    def down(self) -> float:
+    def down(self, allowed: float = ALLOWED_MISSES) -> float:
         """Factor on a forecast for selling: a little more careful."""
-        return self._at(min(0.98, self.quantile + _QUANTILE_DOWN))
+        return self._at(min(0.98, self.quantile + _QUANTILE_DOWN), allowed)
 
     def sketch(self) -> tuple[float, ...]:
         """All that is believed, as `PRIOR_SIZE` quantiles: a prior for the next process."""
@@ -157,8 +158,14 @@ class Errors:
     def _ratios(self) -> list[float]:
         return sorted([*(ratio for _, ratio in self.seen), *self.prior])
 
-    def _at(self, quantile: float) -> float:
-        return min(_MOST, max(_LEAST, _between(self._ratios(), quantile)))
+    def _at(self, quantile: float, allowed: float) -> float:
+        return min(_MOST, max(_between_bars(allowed, _LEAST, 1.0), _between(self._ratios(), quantile)))
+
+
+def _between_bars(allowed: float, strict: float, loose: float) -> float:
+    """From `strict` where one request of a hundred may miss to `loose` where one of ten may."""
+    share = (_MANY_MISSES - allowed) / (_MANY_MISSES - ALLOWED_MISSES)
+    return loose + min(1.0, max(0.0, share)) * (strict - loose)
 
 
 def _between(ratios: list[float], quantile: float) -> float:
@@ -197,7 +204,7 @@ def learn_quantile(old: Errors, now: Outcomes, unavoidable: float = 0.0, allowed
     if missed > _TOO_MANY * allowed:
         quantile = min(_QUANTILE_MOST, quantile + 0.01)
     elif missed < 0.3 * allowed:
-        quantile = max(_QUANTILE_LEAST, quantile - 0.01)
+        quantile = max(_between_bars(allowed, _QUANTILE_LEAST, _MIDDLE), quantile - 0.01)
     return replace(errors, quantile=quantile, quantile_at=now.at)
 
 

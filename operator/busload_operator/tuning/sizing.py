@@ -28,6 +28,8 @@ STILL_THERE = 2.0
 """So many times what arrived in the last 15 s is bought for at most."""
 DEAD_BAND = 0.03
 """Of a replica that may lack before one is bought."""
+LACKED = 0.5
+"""Share of the misses allowed beyond one of a hundred that a fleet may be short by."""
 SALE_BAND = 0.05
 """Of a replica that must be left over when one is sold."""
 YOUNG_SECONDS = 300.0
@@ -119,14 +121,21 @@ class Want:
         """Replicas to buy for, not rounded, with this factor for the error of forecasts."""
         return self.lasting * error / capacity + self.replicas
 
-    def enough(self, error: float, error_down: float, capacity: float, most: float) -> int:
+    def enough(self, error: float, error_down: float, capacity: float, most: float, allowed: float) -> int:
         """Replicas that may stay when some are sold."""
-        stay = max(self.expected * error_down / capacity, self.spread / most)
-        return max(_whole(self.up(error, capacity)), math.ceil(max(stay, self.replicas) + SALE_BAND))
+        stay = max(self.expected * error_down / capacity, self.spread / most, self.replicas)
+        left = math.ceil(stay - _may_lack(stay, allowed) + SALE_BAND)
+        return max(_whole(self.up(error, capacity), allowed), left)
 
 
-def _whole(replicas: float) -> int:
-    return max(1, math.ceil(replicas - DEAD_BAND))
+def _whole(replicas: float, allowed: float) -> int:
+    return max(1, math.ceil(replicas - DEAD_BAND - _may_lack(replicas, allowed)))
+
+
+def _may_lack(replicas: float, allowed: float) -> float:
+    """Of so many replicas, where more than one request of a hundred may miss: those who are late wait behind the
+    others, so that a fleet that is short by a share misses that share and some more."""
+    return LACKED * (allowed - ALLOWED_MISSES) * replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +189,8 @@ def plan(old: Sizing, seen: Seen) -> tuple[Sizing, Plan | None]:
         # It may be one of the bursts that are over before a replica comes: what came of either says so. And it is what
         # makes forecasts wrong: their error does not come on top.
         risen = sizing.rises.tempered(offered.steady, sizing.jumps.tempered(offered.steady, offered.risen))
-        if risen > expected * sizing.errors.up:
-            rises, expected = risen, risen / sizing.errors.up
+        if risen > expected * sizing.errors.up(seen.allowed_misses):
+            rises, expected = risen, risen / sizing.errors.up(seen.allowed_misses)
     jumps = learn_jumps(sizing.jumps, now, offered.steady, untempered, offered.short, seen.lead)
     learned_rises = learn_jumps(sizing.rises, now, offered.steady, offered.risen, offered.short, seen.lead)
     errors = learn_errors(sizing.errors, now, expected, offered.short, seen.lead)
@@ -196,16 +205,17 @@ def plan(old: Sizing, seen: Seen) -> tuple[Sizing, Plan | None]:
         # A burst that is over is no reason to buy, though the mean of a minute still shows it.
         lasting = min(expected, STILL_THERE * offered.short)
         want = Want(now, expected, lasting, expected + offered.scatter, backlog)
-    error, given = errors.up, capacity
+    up_by, down_by = errors.up(seen.allowed_misses), errors.down(seen.allowed_misses)
+    error, given = up_by, capacity
     if sizing.assumes_margins(now) and not late and offered.jump <= 1:
         # What somebody chose to begin with is not changed for much that nobody has measured.
         error, given = (1 + error) / 2, (capacity + most) / 2
     needed = want.up(error, given)
-    up = _whole(needed)
+    up = _whole(needed, seen.allowed_misses)
     wants = (*(w for w in sizing.wants if w.at > now - sizing.hold_one - 60.0), want)
     short = sizing.short + 1 if up > n else 0
     sizing = replace(sizing, errors=errors, jumps=jumps, rises=learned_rises, wants=wants, short=short)
-    sell_to = _sell_to(sizing, now, n, lambda w: w.enough(errors.up, errors.down, capacity, most))
+    sell_to = _sell_to(sizing, now, n, lambda w: w.enough(up_by, down_by, capacity, most, seen.allowed_misses))
     return sizing, Plan(
         up=up,
         buy=up > n and (short >= UP_WINDOWS or needed > PLAIN * n or wait > seen.time_to_first_token),
@@ -220,7 +230,7 @@ def plan(old: Sizing, seen: Seen) -> tuple[Sizing, Plan | None]:
         backlog=backlog,
         batch=seen.batch,
         lead=seen.lead,
-        load_after=expected * errors.down / sell_to,
+        load_after=expected * down_by / sell_to,
     )
 
 

@@ -113,11 +113,11 @@ def test_the_quantile_leaves_unavoidable_misses_out() -> None:
 
 def test_errors_of_forecasts_are_learned() -> None:
     errors = Errors()
-    assert errors.up == pytest.approx(1.12, abs=0.03)
+    assert errors.up() == pytest.approx(1.12, abs=0.03)
     for step in range(720):
         errors = learn_errors(errors, 5.0 * step, 1.0, 1.3, 65.0)
-    assert errors.up == pytest.approx(1.3, abs=0.02)
-    assert errors.down >= errors.up
+    assert errors.up() == pytest.approx(1.3, abs=0.02)
+    assert errors.down() >= errors.up()
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e6)), max_size=60))
@@ -125,7 +125,25 @@ def test_factors_stay_in_their_range(values: list[tuple[float, float]]) -> None:
     errors = Errors()
     for step, (expected, arriving) in enumerate(values):
         errors = learn_errors(errors, 20.0 * step, expected, arriving, 40.0)
-    assert 1.05 <= errors.up <= errors.down <= 1.5
+    assert 1.05 <= errors.up() <= errors.down() <= 1.5
+
+
+@pytest.mark.parametrize(
+    ("allowed", "factor", "quantile"), [(0.01, 1.05, 0.70), (0.05, 1.0278, 0.611), (0.10, 1.0, 0.5)]
+)
+def test_the_more_may_miss_the_less_is_planned_for_at_the_least(allowed: float, factor: float, quantile: float) -> None:
+    """Nothing was ever wrong, and nothing missed."""
+    errors = Errors()
+    for step in range(720):
+        errors = learn_errors(errors, 5.0 * step, 1.0, 1.0, 65.0)
+        errors = learn_quantile(errors, Outcomes(5.0 * step, 100.0, 0.0), allowed=allowed)
+    assert errors.up(allowed) == pytest.approx(factor, abs=1e-3)
+    assert errors.down(allowed) == pytest.approx(factor, abs=1e-3)
+    assert errors.quantile == pytest.approx(quantile, abs=1e-3)
+
+
+def test_half_of_all_may_miss_is_planned_for_as_a_tenth() -> None:
+    assert Errors(prior=(0.9,) * 14).up(0.5) == 1.0
 
 
 def test_the_quantile_follows_the_misses() -> None:

@@ -186,8 +186,8 @@ def test_what_was_learned_of_planning_goes_on_after_a_restart() -> None:
     )
     assert (again.sizing.kappa.value, again.sizing.kappa.bad) == (0.7, 0.75)
     assert again.sizing.errors.quantile == 0.86
-    assert again.sizing.errors.up == pytest.approx(errors.up, rel=0.03)
-    assert again.sizing.errors.up > 1.1 * Errors(quantile=0.86).up, "not what is assumed of any service"
+    assert again.sizing.errors.up() == pytest.approx(errors.up(), rel=0.03)
+    assert again.sizing.errors.up() > 1.1 * Errors(quantile=0.86).up(), "not what is assumed of any service"
     assert learn(again, 90, learn(before, 90, Learned())) == learn(before, 90, Learned()), "nothing new, nothing lost"
 
 

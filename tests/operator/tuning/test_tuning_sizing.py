@@ -396,6 +396,26 @@ def test_what_is_planned_for_is_the_share_of_the_spec(monkeypatch: pytest.Monkey
     assert [one.allowed_misses for one in asked] == pytest.approx([0.05] * len(asked))
 
 
+@pytest.mark.parametrize(("allowed", "replicas"), [(0.01, 5), (0.05, 5), (0.10, 4), (0.30, 4)])
+def test_a_fleet_may_be_short_by_a_part_of_what_may_miss(allowed: float, replicas: int) -> None:
+    """Steady load for 4.1 replicas, all that is learned being that forecasts are right and replicas may be full: 2.5%
+    too much for four of them."""
+    full = 60 * COST.slope / (LAW.a + 60 * COST.slope)
+    load = tuple(Arrivals(5.0 * i, 5.0 * i + 5, 4.1 * full / COST.work * 5) for i in range(120))
+    sizing = Sizing(errors=Errors(prior=(1.0,) * 14, quantile=0.5), kappa=Kappa(value=1.0))
+    for end in range(5, len(load) + 1):
+        sizing, found = plan(sizing, seen(load[:end], 5, allowed_misses=allowed))
+    assert found is not None
+    assert found.sell_to == replicas
+    four = Sizing(errors=sizing.errors, kappa=sizing.kappa)
+    bought = [
+        end
+        for end in range(5, len(load))
+        if (p := plan(four, seen(load[:end], 4, allowed_misses=allowed))[1]) and p.up > 4
+    ]
+    assert bool(bought) is (replicas > 4)
+
+
 def test_bursts_that_do_not_stay_are_bought_for_less_each_time() -> None:
     load: tuple[Arrivals, ...] = ()
     for minute in range(0, 60, 6):
