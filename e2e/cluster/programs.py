@@ -22,7 +22,6 @@ from .settings import HERE, Settings
 from .shell import HEARTBEAT_SECONDS, Failure, Progress, downloading, exclusive, last_lines, run, write
 
 RECIPE = "1"  # raised when build() changes what it makes
-BUILD_GIB = 6  # modules' sources and Go's own cache of what it compiled, with kubeone
 BUILD_FLAGS = ("-mod=mod", "-trimpath", "-buildvcs=false")
 FROM_THE_NETWORK = re.compile(
     r"dial tcp|timeout|connection re|EOF|TLS handshake|no such host|bad gateway|50[0-9] ", re.I
@@ -35,6 +34,7 @@ class Program:
     """A Go program. package: the import path of its main package, or "." for our own main.go in go/NAME.
 
     links: the names it is called by. version_variables: the string variables that its linker sets.
+    gib: disk for modules' sources and for Go's own cache of what it compiled.
     """
 
     name: str
@@ -44,6 +44,7 @@ class Program:
     links: tuple[str, ...]
     takes: str
     version_variables: tuple[tuple[str, str], ...] = ()
+    gib: float = 2
 
     @property
     def source(self) -> Path | None:
@@ -91,6 +92,7 @@ PROGRAMS = {
             package=".",
             links=KUBEONE_LINKS,
             takes="about 5 minutes on 2 cores",
+            gib=6,
             version_variables=kubernetes_version_variables(KUBERNETES),
         ),
         Program("coredns", "github.com/coredns/coredns", "v1.14.7", ".", ("coredns",), "about 1 minute"),
@@ -223,7 +225,7 @@ def build(settings: Settings, name: str, progress: Progress) -> Path:
     with exclusive(lock, lambda: progress.note(f"another build holds {lock}: waiting for it")):
         if output.exists():
             return output
-        host.require_space(output, BUILD_GIB, f"building {name}")
+        host.require_space(output, program.gib, f"building {name}")
         progress.note(f"building {name} {program.version} from its Go module; the first time takes {program.takes}")
         folder, new = settings.cache / "build" / name, settings.bin / f".{program.key}.new"
         shutil.rmtree(folder, ignore_errors=True)

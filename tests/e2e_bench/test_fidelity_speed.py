@@ -78,9 +78,11 @@ def test_the_law_is_that_of_a_machine_of_one_speed() -> None:
         ended += [100.25 + i, 100.75 + i]
         seconds += [0.01 * slow] * 2
     middles = [w for i, w in enumerate(kept) if 2 <= i % 10 < 8]
-    law = fit_law([Round(middles, middles, [])], Reference(ended, seconds)).law
+    alone = (115.0, Outcome(1.0, chunks=[1.0 + 4 / 3 * 1.5 * 0.004 + 0.005], input_tokens=20))
+    fitted = fit_law([Round(middles, middles, [alone])], Reference(ended, seconds))
     # Speed 1 is that of the mean reference step, which takes 1.5 times as long as the fast one.
-    assert (law.a, law.b) == pytest.approx((1.5 * 0.004, 1.5 * 0.001), rel=1e-3)
+    assert (fitted.law.a, fitted.law.b) == pytest.approx((1.5 * 0.004, 1.5 * 0.001), rel=1e-3)
+    assert fitted.front_end == pytest.approx(0.005, rel=1e-2), "beyond a step as slow as the machine then was"
 
 
 @given(
