@@ -19,6 +19,8 @@ from busload_operator.control.client import ApiError, Client
 from busload_operator.control.kinds import SERVICES, WATCHED, Kind, Object
 
 log = logging.getLogger(__name__)
+ENDING_SECONDS = 30.0
+"""From the first of kopf's tasks that ends to the last: it gives them five seconds itself."""
 Deliver = Callable[[Kind, bool, Object], None]
 """Called in the main loop with kind, whether the object was deleted, and the object."""
 
@@ -66,6 +68,9 @@ class Watcher:
             asyncio.run(self._watch())
         except BaseException as caught:
             error = caught
+        self._tell(error)
+
+    def _tell(self, error: BaseException | None) -> None:
         with suppress(RuntimeError):  # the main loop was faster
             self._loop.call_soon_threadsafe(self._end, error)
 
@@ -75,8 +80,21 @@ class Watcher:
 
     async def _watch(self) -> None:
         scope: dict[str, Any] = {"namespaces": self._namespaces} if self._namespaces else {"clusterwide": True}
+        others = asyncio.all_tasks()
         try:
-            await kopf.operator(registry=self._registry(), settings=_settings(), stop_flag=self._stop, **scope)
+            # What kopf.operator does, but for the limit of time below.
+            roots = await kopf.spawn_tasks(
+                registry=self._registry(), settings=_settings(), stop_flag=self._stop, **scope
+            )
+            running = asyncio.create_task(kopf.run_tasks(roots, ignored=others))
+            await asyncio.wait(roots, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([running], timeout=ENDING_SECONDS)
+            if running.done():
+                return await running
+            # A watch that asked for new credentials as the others ended may wait for them for ever, and so would the
+            # end of this loop: who waits for the watches must not.
+            errors = [task.exception() for task in roots if task.done() and not task.cancelled()]
+            self._tell(next(filter(None, errors), None) or TimeoutError("kopf does not end"))
         finally:
             # kopf waits for the flag in a worker thread; if it failed, that thread would keep the loop from closing.
             self._stop.set()

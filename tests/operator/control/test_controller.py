@@ -1,8 +1,10 @@
 """The leader's whole loop against an API server in memory: what it writes, what not, how it takes faults."""
 
 import asyncio
+import contextlib
 import copy
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -377,6 +379,35 @@ async def test_a_watch_that_fails_for_good_ends_the_controller(api: FakeApi, run
     with pytest.raises(ExceptionGroup) as caught:
         await asyncio.wait_for(run_until_it_ends(), 90)
     assert isinstance(caught.value.exceptions[0], WatchEndedError)
+
+
+async def test_watches_that_fail_end_the_controller_even_if_kopf_does_not_end(
+    api: FakeApi, running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when one of its tasks waits for credentials that nobody brings any more, whatever cancels it."""
+    over = threading.Event()
+
+    async def never_ends(roots: list[asyncio.Task[None]], **_: Any) -> None:
+        while not over.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.05)
+
+    monkeypatch.setattr("kopf.run_tasks", never_ends)
+    monkeypatch.setattr("busload_operator.control.watch.ENDING_SECONDS", 0.5)
+
+    async def run_until_it_ends() -> None:
+        async with running(end=True):
+            await until(lambda: any(c.verb == "WATCH" and "deployments" in c.path for c in api.calls))
+            api.served["apps"]["v1"] = []
+            await api.restart()
+
+    try:
+        with pytest.raises(ExceptionGroup) as caught:
+            await asyncio.wait_for(run_until_it_ends(), 60)
+    finally:
+        over.set()
+    assert isinstance(caught.value.exceptions[0], WatchEndedError)
+    assert "404" in str(caught.value.exceptions[0])
 
 
 async def test_named_namespaces_only(api: FakeApi, running: Running) -> None:
