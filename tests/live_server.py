@@ -90,11 +90,15 @@ class LiveServer:
 
 
 def events(response: httpx.Response) -> Iterator[dict[str, Any] | str]:
-    """Server-sent events, parsed."""
-    for line in response.iter_lines():
-        if line.startswith("data: "):
-            data = line.removeprefix("data: ")
-            yield data if data == "[DONE]" else json.loads(data)
+    """Server-sent events, parsed. Not by `iter_lines`: that takes U+2028, which a model may well say, for the end of a
+    line, and in this format it is none."""
+    rest = b""
+    for chunk in response.iter_bytes():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: "):
+                data = line.removeprefix(b"data: ").strip()
+                yield "[DONE]" if data == b"[DONE]" else json.loads(data)
 
 
 def text_of(stream: list[dict[str, Any] | str], index: int = 0) -> str:
