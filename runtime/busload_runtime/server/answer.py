@@ -309,7 +309,7 @@ class _TextEvent:
         self._before, self._after = pattern.split(_encode(self.PLACE))
 
     def of(self, text: str) -> bytes:
-        return b"%b%b%b" % (self._before, _encode(text), self._after)
+        return b"%b%b%b" % (self._before, _encode_line(text), self._after)
 
 
 class _EventStream(Response):
@@ -339,4 +339,14 @@ class _EventStream(Response):
 
 
 def _event(content: Json) -> bytes:
-    return b"data: " + _encode(content) + b"\n\n"
+    return b"data: " + _encode_line(content) + b"\n\n"
+
+
+def _encode_line(content: Json | str) -> bytes:
+    """JSON for an event. Lines of events end at line feeds and carriage returns alone, which JSON escapes; clients that
+    split them as Python's `str.splitlines` does (httpx's `iter_lines`) take three more characters for an end."""
+    data = _encode(content)
+    if b"\xe2\x80" in data or b"\xc2\x85" in data:
+        for character in "\x85\u2028\u2029":
+            data = data.replace(character.encode(), b"\\u%04x" % ord(character))
+    return data
