@@ -36,7 +36,7 @@ MODULE = "e2e.bench.reference_steps"
 EVERY = 15
 """Steps; the reference adds a fifteenth of a small step to each in the mean, which the law has in its `a`."""
 _DECODES, _CONTEXT = 4, 128
-"""Requests that decode, with so many tokens before: 8 ms on a core for a model of 135M."""
+"""Requests that decode, with so many tokens before: 5 to 8 ms on a core for a model of 135M."""
 _GREEDY = SamplingParams(temperature=0.0)
 
 
